@@ -1,0 +1,118 @@
+"""What a modifier is: the contract between one feature of the scores, the kernels and the NumPy twin.
+
+A modifier changes scores or hides keys.  It is written once, here in Python and as a few lines of CUDA, and serves every
+backend in both directions.  Three kinds exist:
+
+* ``score``: s -> f(s, q, k); CUDA `apply` and `apply_with_slope`, twin `apply` and `slope`;
+* ``range``: query q sees an interval of keys; CUDA `narrow_keys` and `narrow_queries`, twin `narrow`.  Tiles outside the
+  interval are never visited;
+* ``mask``: an arbitrary test of (q, k); CUDA `visible`, twin `visible`.
+
+The order of a chain is fixed: scale, softcap, other score modifiers, bias, then everything that hides keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from cuflash.problem import Problem
+
+Array = NDArray[Any]
+Kind = Literal["score", "range", "mask"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of scores seen by the NumPy twins: which positions it covers, and the operands that reach it.
+
+    `operands` holds arrays with the axes (*batch, heads_q, seq_q, seq_k); an axis of length 1 is broadcast.
+    """
+
+    problem: Problem
+    operands: Mapping[str, Array]
+    rows: slice
+    columns: slice
+
+    @property
+    def q(self) -> NDArray[np.int64]:
+        """Positions of the queries, as a column."""
+        return np.arange(self.rows.start, self.rows.stop, dtype=np.int64)[:, None]
+
+    @property
+    def k(self) -> NDArray[np.int64]:
+        """Positions of the keys, as a row."""
+        return np.arange(self.columns.start, self.columns.stop, dtype=np.int64)[None, :]
+
+    def window(self, array: Array) -> tuple[slice, ...]:
+        """Index that cuts the tile's part out of an operand-shaped array."""
+        rows = self.rows if array.shape[-2] != 1 or self.problem.seq_q == 1 else slice(None)
+        columns = self.columns if array.shape[-1] != 1 or self.problem.seq_k == 1 else slice(None)
+        return (..., rows, columns)  # type: ignore[return-value]
+
+    def part(self, name: str) -> Array:
+        """The operand's values in this tile, broadcastable to (*batch, heads_q, rows, columns)."""
+        array = self.operands[name]
+        return array[self.window(array)]
+
+
+@dataclass(frozen=True)
+class Modifier:
+    """Base class.  Fields that compare belong to the plan; arrays are carried with ``array_field()`` and never compared."""
+
+    name: ClassVar[str]
+    kind: ClassVar[Kind]
+    order: ClassVar[int]
+    #: (C type, name) of the run-time fields that the CUDA text reads as ``p.<name>``; "View" is an array operand.
+    fields: ClassVar[tuple[tuple[str, str], ...]] = ()
+    #: names of array operands that have a gradient
+    differentiable: ClassVar[tuple[str, ...]] = ()
+    #: CUDA struct named like the class
+    cuda: ClassVar[str] = ""
+
+    def arrays(self) -> dict[str, Any]:
+        """Array operands by field name."""
+        return {n: getattr(self, f) for n, f in self.operand_attributes().items() if getattr(self, f) is not None}
+
+    @classmethod
+    def operand_attributes(cls) -> dict[str, str]:
+        """Field name of each View -> attribute that carries the array."""
+        return {}
+
+    def bare(self) -> Self:
+        """The same modifier without its arrays: what a plan may keep."""
+        empty = dict.fromkeys(self.operand_attributes().values())
+        return replace(self, **empty) if empty else self  # type: ignore[arg-type]
+
+    def values(self, problem: Problem) -> dict[str, float | int]:
+        """Values of the scalar run-time fields."""
+        return {}
+
+    # ---- NumPy twin ------------------------------------------------------------------------------------------------
+    def apply(self, s: Array, tile: Tile) -> Array:
+        """Score in, score out (kind ``score``)."""
+        raise NotImplementedError
+
+    def slope(self, s: Array, tile: Tile) -> Array | None:
+        """Derivative of `apply` at the incoming score; None means 1 everywhere."""
+        return None
+
+    def narrow(self, begin: Array, end: Array, q: Array, tile: Tile) -> tuple[Array, Array]:
+        """Intersect the interval [begin, end) of keys that each query sees (kind ``range``)."""
+        raise NotImplementedError
+
+    def visible(self, tile: Tile) -> Array:
+        """True where the key may be seen (kind ``mask``)."""
+        raise NotImplementedError
+
+
+def array_field() -> Any:
+    """A dataclass field that carries an array: not part of equality, hash or repr."""
+    return field(default=None, compare=False, hash=False, repr=False)

@@ -1,0 +1,342 @@
+"""Problem: the frozen, hashable description of one call, and the only place that validates what a user passes.
+
+`describe` takes native arrays (NumPy or CuPy) and options, checks them, and returns a `Call`: the problem, and the
+arrays as views with the axes (*batch, heads, seq, dim).  Nothing here computes or launches.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from cuflash.errors import ArgumentError, ShapeError
+from cuflash.modifiers import ALiBi, Bias, Causal, KeyLengths, Mask, Modifier, Softcap, Window
+
+Layout = Literal["bhsd", "bshd"]
+Alignment = Literal["bottom_right", "top_left"]
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+MAX_SEQ = 1 << 30  # positions are 32-bit in the kernels; sums of two stay below 2^31
+FLOAT32 = np.finfo(np.float32)
+FLOAT64 = np.finfo(np.float64)
+
+#: how messages name the operands that are fields of a modifier
+OPERANDS = {"key_lengths": "lengths of KeyLengths", "alibi_slopes": "slopes of ALiBi"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call without its arrays: shapes, dtype, scale and modifiers; what a plan is made from."""
+
+    dtype: str
+    batch: tuple[int, ...]
+    heads_q: int
+    heads_k: int
+    seq_q: int
+    seq_k: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    alignment: Alignment = "bottom_right"
+    modifiers: tuple[Modifier, ...] = ()
+    layout: Layout = "bhsd"
+
+    @property
+    def batch_size(self) -> int:
+        """Product of the batch axes."""
+        return math.prod(self.batch)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads_q // self.heads_k
+
+    @property
+    def diagonal(self) -> int:
+        """Query i stands at key position i + diagonal, for causal, windows and distances."""
+        return self.seq_k - self.seq_q if self.alignment == "bottom_right" else 0
+
+    @property
+    def accumulator(self) -> str:
+        """dtype of sums, statistics and lse."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def score_shape(self) -> tuple[int, ...]:
+        return (*self.batch, self.heads_q, self.seq_q, self.seq_k)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Axes (*batch, heads_q, seq_q, head_dim_v), before the layout."""
+        return (*self.batch, self.heads_q, self.seq_q, self.head_dim_v)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return (*self.batch, self.heads_q, self.seq_q)
+
+    def __str__(self) -> str:
+        """One line: dtype, shapes, scale and modifiers."""
+        q = (*self.batch, self.heads_q, self.seq_q, self.head_dim)
+        k = (*self.batch, self.heads_k, self.seq_k, self.head_dim)
+        shapes = f"{self.dtype} q {q}, k {k}, v {(*k[:-1], self.head_dim_v)}, scale {self.scale:.6g}"
+        return ", ".join([shapes, *map(repr, self.modifiers), self.alignment, self.layout])
+
+    def modifier(self, name: str) -> Modifier | None:
+        """The modifier of that name, if the call has it."""
+        return next((m for m in self.modifiers if m.name == name), None)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A problem and the arrays it was described from, as views with the axes (*batch, heads, seq, dim).
+
+    `operands` holds the modifiers' arrays by field name, with the axes (*batch, heads_q, seq_q, seq_k); a length of 1
+    is broadcast.
+    """
+
+    problem: Problem
+    q: Any
+    k: Any
+    v: Any
+    operands: Mapping[str, Any]
+
+
+def canonical(array: Any, layout: Layout) -> Any:
+    """View with the axes (*batch, heads, seq, dim); its own inverse."""
+    return array.swapaxes(-3, -2) if layout == "bshd" else array
+
+
+def in_layout(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    """The shape that axes (*batch, heads, seq, dim) have in a layout; its own inverse."""
+    *batch, heads, seq, dim = shape
+    return (*batch, seq, heads, dim) if layout == "bshd" else shape
+
+
+def describe(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    layout: str = "bhsd",
+) -> Call:
+    """Validate one call's arguments; raises an `ArgumentError` that names the argument, its value and the remedy."""
+    layout = check_layout(layout)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim < 3:
+            raise ShapeError(
+                f"{name} has shape {x.shape}: at least 3 axes are needed, (..., heads, seq, head_dim) in layout "
+                f"{layout!r}; add an axis of length 1 for a single head"
+            )
+    check_dtypes(q, k, v)
+    q, k, v = canonical(q, layout), canonical(k, layout), canonical(v, layout)
+    check_shapes(q, k, v, layout)
+    *batch, heads_q, seq_q, head_dim = q.shape
+    *_, heads_k, seq_k, head_dim_v = v.shape
+    dtype = str(q.dtype)
+    alignment, chain = positions(causal, window)
+    if softcap is not None:
+        chain.append(Softcap(softcap_of(softcap, dtype)))
+    if bias is not None:
+        chain.append(Bias(array=bias))
+    if mask is not None:
+        chain.append(Mask(array=mask))
+    chain.extend(user_modifiers(modifiers))
+    chain.sort(key=lambda m: m.order)
+    problem = Problem(
+        dtype=dtype,
+        batch=tuple(batch),
+        heads_q=heads_q,
+        heads_k=heads_k,
+        seq_q=seq_q,
+        seq_k=seq_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        scale=head_dim**-0.5 if scale is None else finite("scale", scale, dtype),
+        alignment=alignment,
+        modifiers=tuple(m.bare() for m in chain),
+        layout=layout,
+    )
+    operands = {name: operand(name, x, problem) for m in chain for name, x in m.arrays().items()}
+    return Call(problem, q, k, v, operands)
+
+
+def check_layout(layout: Any) -> Layout:
+    if not isinstance(layout, str) or layout not in ("bhsd", "bshd"):
+        raise ArgumentError(f"layout={layout!r}: must be 'bhsd' (heads before seq) or 'bshd' (seq before heads)")
+    return cast(Layout, layout)
+
+
+def check_dtypes(q: Any, k: Any, v: Any) -> None:
+    dtypes = {name: str(x.dtype) for name, x in (("q", q), ("k", k), ("v", v))}
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            bits = "the bits of bfloat16 with .view(ml_dtypes.bfloat16), others " if dtype == "uint16" else ""
+            raise ArgumentError(
+                f"{name} has dtype {dtype}: must be one of {', '.join(DTYPES)}; convert it, {bits}with astype"
+            )
+    if len(set(dtypes.values())) > 1:
+        found = ", ".join(f"{n} {d}" for n, d in dtypes.items())
+        raise ArgumentError(f"q, k and v must have one dtype, found {found}; convert them to a common one")
+
+
+def check_shapes(q: Any, k: Any, v: Any, layout: str) -> None:
+    axes = "(..., heads, seq, head_dim)"
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape} with axes {axes}" + (
+        "" if layout == "bhsd" else f" (after bringing layout {layout!r} to this order)"
+    )
+    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        raise ShapeError(f"the batch axes of q, k and v differ: {shapes}; use broadcast_to to repeat a batch axis")
+    if k.shape[-3:-1] != v.shape[-3:-1]:
+        raise ShapeError(f"k and v must agree in heads and seq: {shapes}; every key needs a value")
+    if q.shape[-1] != k.shape[-1]:
+        raise ShapeError(f"q and k must have the same head_dim: {shapes}; their last axes are multiplied")
+    heads_q, heads_k = q.shape[-3], k.shape[-3]
+    if heads_q < 1 or heads_k < 1 or heads_q % heads_k:
+        raise ShapeError(
+            f"heads of q ({heads_q}) must be a positive multiple of heads of k and v ({heads_k}): {shapes}; "
+            "is the layout the one you meant?"
+        )
+    if q.shape[-1] < 1 or v.shape[-1] < 1:
+        raise ShapeError(f"head_dim of q, k and v must be at least 1: {shapes}; is the layout the one you meant?")
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[-2] > MAX_SEQ:
+            raise ShapeError(f"{name} has seq {x.shape[-2]}: at most {MAX_SEQ} positions; split the call")
+
+
+def positions(causal: Any, window: Any) -> tuple[Alignment, list[Modifier]]:
+    """Alignment of the diagonal, and the modifiers that hide keys by position."""
+    if isinstance(causal, (bool, np.bool_)) or causal is None:
+        causal = "bottom_right" if causal else ""
+    elif not (isinstance(causal, str) and causal in ("bottom_right", "top_left")):
+        raise ArgumentError(f"causal={causal!r}: must be True, False, 'bottom_right' (same as True) or 'top_left'")
+    chain: list[Modifier] = [Causal()] if causal else []
+    if window is not None:
+        chain.append(Window(*window_bounds(window)))
+    return ("top_left" if causal == "top_left" else "bottom_right"), chain
+
+
+def window_bounds(window: Any) -> tuple[int | None, int | None]:
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"window={window!r}: must be a pair (left, right) of inclusive distances; None in it means unbounded"
+        ) from None
+    return window_bound("left", left), window_bound("right", right)
+
+
+def window_bound(side: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        bound = operator.index(value)
+    except TypeError:
+        bound = None
+    if bound is None or isinstance(value, bool):
+        raise ArgumentError(f"window {side}={value!r}: must be an integer distance, or None for unbounded")
+    if bound < -1:
+        raise ArgumentError(
+            f"window {side}={bound}: distances are inclusive and at least 0; None (or -1) means unbounded"
+        )
+    return None if bound == -1 else bound
+
+
+def finite(name: str, value: Any, dtype: str) -> float:
+    """A real number that the sums' dtype can hold."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    # Arrays of a device are refused with the rest: to read one would wait for the device.
+    if isinstance(value, bool) or not (isinstance(value, Real) or str(getattr(value, "dtype", "")) == "bfloat16"):
+        raise ArgumentError(f"{name}={value!r:.80}: must be a real number; pass a Python float")
+    limit = float((FLOAT64 if dtype == "float64" else FLOAT32).max)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= limit:  # NaN compares false
+        raise ArgumentError(f"{name}={value!r:.80}: must be finite and at most {limit:.8g} in size, for {dtype} arrays")
+    return number
+
+
+def softcap_of(value: Any, dtype: str) -> float:
+    """The cap c of c·tanh(s/c): the kernels multiply by c and by 1/c."""
+    number = finite("softcap", value, dtype)
+    if number <= 0:
+        raise ArgumentError(f"softcap={value!r}: must be greater than 0; leave it out (None) to switch it off")
+    least = float((FLOAT64 if dtype == "float64" else FLOAT32).tiny)
+    if not least <= number <= 1 / least:
+        raise ArgumentError(
+            f"softcap={value!r}: must be from {least:.8g} to {1 / least:.8g} for {dtype} arrays; leave it out (None) "
+            "to switch it off"
+        )
+    return number
+
+
+def user_modifiers(modifiers: Any) -> list[Modifier]:
+    allowed = (ALiBi, KeyLengths)
+    remedy = "available are ALiBi(slopes) and KeyLengths(lengths); masks, bias, windows and softcap are arguments"
+    if isinstance(modifiers, Modifier):
+        raise ArgumentError(
+            f"modifiers={modifiers!r}: must be a sequence of modifiers; write modifiers=({modifiers!r},)"
+        )
+    try:
+        chain = list(modifiers)
+    except TypeError:
+        raise ArgumentError(f"modifiers={modifiers!r}: must be a sequence of modifiers; {remedy}") from None
+    for m in chain:
+        if not isinstance(m, allowed):
+            raise ArgumentError(f"modifiers contains {m!r}, which is no modifier of this version; {remedy}")
+    names = [m.name for m in chain]
+    for name in names:
+        if names.count(name) > 1:
+            raise ArgumentError(
+                f"modifiers contains {name} {names.count(name)} times: at most once each; combine their values into one"
+            )
+    return chain
+
+
+def operand(name: str, x: Any, problem: Problem) -> Any:
+    """Check one array operand and give it the axes (*batch, heads_q, seq_q, seq_k)."""
+    if name == "mask" and str(x.dtype) != "bool":
+        raise ArgumentError(
+            f"mask has dtype {x.dtype}: must be bool (True = visible); an additive mask goes into bias, 0/1 integers "
+            "need mask.astype(bool)"
+        )
+    if name == "bias" and str(x.dtype) != problem.dtype:
+        raise ArgumentError(f"bias has dtype {x.dtype}: must be that of q, {problem.dtype}; convert it with astype")
+    inner, axes = {
+        "key_lengths": (3, "(*batch)"),
+        "alibi_slopes": (2, "(*batch, heads_q)"),
+    }.get(name, (0, "(*batch, heads_q, seq_q, seq_k)"))
+    shape = problem.score_shape
+    target = shape[: len(shape) - inner]
+    if x.ndim > len(target) or any(n not in (1, full) for n, full in zip(x.shape[::-1], target[::-1], strict=False)):
+        raise ShapeError(
+            f"{OPERANDS.get(name, name)} has shape {x.shape}, which does not broadcast to {axes} = {target}; give it "
+            "axes of length 1 where it is to be repeated"
+        )
+    index = (*(None,) * (len(target) - x.ndim), ..., *(None,) * inner)
+    return x[index]
+
+
+def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: str, axes: str) -> None:
+    """Raise unless an array that belongs to a call has the shape and dtype that the call gives it."""
+    if x.shape != shape:
+        raise ShapeError(
+            f"{name} has shape {x.shape}: must be {axes} {shape}; is it from a call with the same arguments?"
+        )
+    if str(x.dtype) != dtype:
+        raise ArgumentError(f"{name} has dtype {x.dtype}: must be {dtype} in a call with these arguments; use astype")
