@@ -1,0 +1,89 @@
+"""One field table for the kernels' only argument: its NumPy record and its C struct come from here, so they cannot differ.
+
+A kernel takes one ``Params`` by value.  A ``View`` is an array of any strides; an axis that is broadcast has stride 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cuflash.modifiers import REGISTRY
+
+BATCH_AXES = 3  # leading axes are merged; more than this many that cannot be merged need a copy
+
+#: strides in elements, in the order of the C struct
+VIEW = np.dtype(
+    [("data", "u8"), ("batch", "i8", (BATCH_AXES,)), ("head", "i8"), ("row", "i8"), ("column", "i8")], align=True
+)
+
+Fields = tuple[tuple[str, str], ...]
+
+_SHAPE: Fields = (
+    ("int[]", "batch_sizes"),
+    ("int", "batch_size"),
+    ("int", "heads_q"),
+    ("int", "heads_k"),
+    ("int", "group"),
+    ("int", "seq_q"),
+    ("int", "seq_k"),
+    ("int", "head_dim"),
+    ("int", "head_dim_v"),
+    ("Real", "scale"),
+    ("Real", "softmax_scale"),
+)
+_INPUTS: Fields = (("View", "q"), ("View", "k"), ("View", "v"), ("View", "out"), ("View", "lse"))
+_GRADIENTS: Fields = (
+    ("View", "dout"),
+    ("View", "dlse"),
+    ("View", "dq"),
+    ("View", "dk"),
+    ("View", "dv"),
+    ("Pointer", "statistics"),
+    ("Pointer", "dq_sum"),
+    ("int", "rows_padded"),
+    ("int", "dq_width"),
+    ("int", "dq_pairs"),
+    ("int", "dk_pairs"),
+    ("int", "dv_pairs"),
+)
+_C_TYPES = {"View": "View", "Pointer": "void*", "int": "int", "Real": "Real"}
+
+
+@cache
+def fields(direction: str, modifiers: tuple[str, ...]) -> Fields:
+    """The field table of a kernel: `direction` is "forward" or "backward"; `modifiers` are names in chain order."""
+    table = _INPUTS + (_GRADIENTS if direction == "backward" else ()) + _SHAPE + (("int", "out_pairs"),)
+    for name in modifiers:
+        table += REGISTRY[name].fields
+        if direction == "backward":
+            table += tuple(("View", f"d{operand}") for operand in REGISTRY[name].differentiable)
+    return table
+
+
+@cache
+def record(direction: str, modifiers: tuple[str, ...], accumulator: str) -> np.dtype[Any]:
+    """The table as a NumPy record with C alignment."""
+    types: dict[str, Any] = {"View": VIEW, "Pointer": "u8", "int": "i4", "Real": accumulator}
+    layout: list[Any] = []
+    for kind, name in fields(direction, modifiers):
+        layout.append((name, "i4", (BATCH_AXES,)) if kind == "int[]" else (name, types[kind]))
+    return np.dtype(layout, align=True)
+
+
+def c_struct(direction: str, modifiers: Sequence[str]) -> str:
+    """The table as C text."""
+    lines = [
+        f"constexpr int kBatchAxes = {BATCH_AXES};",
+        "struct View {  // an array: address, and strides in elements (0 where it is broadcast)",
+        "  void* data;",
+        "  i64 batch[kBatchAxes], head, row, column;",
+        "};",
+        "struct Params {",
+    ]
+    for kind, name in fields(direction, tuple(modifiers)):
+        lines.append(f"  int {name}[kBatchAxes];" if kind == "int[]" else f"  {_C_TYPES[kind]} {name};")
+    return "\n".join([*lines, "};"])

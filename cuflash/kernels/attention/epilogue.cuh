@@ -1,0 +1,49 @@
+// What a finished tile writes: the normalised output, lse, and gradients, each element exactly once.
+#pragma once
+#include "attention/score.cuh"
+#include "attention/softmax.cuh"
+
+// Rows of an accumulator times a factor per row, rounded, into global memory.  Fragment elements 2j and 2j + 1 are
+// neighbours in a row; `pairs` tells that two such elements may be written by one aligned store.
+template <class Fragment, class T, class Factor>
+__device__ __forceinline__ void store_rows(const Real (&x)[Fragment::kSize], const Fragment& f, Matrix<T> to, Range rows,
+                                           Range columns, bool pairs, Factor factor) {
+#pragma unroll
+  for (int i = 0; i < Fragment::kSize; i += 2) {
+    const int r = rows.begin + f.row(Fragment::slot(i)), c = columns.begin + f.column(i);
+    if (r >= rows.end) continue;
+    const Real scale = factor(Fragment::slot(i));
+    if (pairs && c + 1 < columns.end) {
+      store_pair(to.at(r, c), x[i] * scale, x[i + 1] * scale);
+    } else {
+      if (c < columns.end) *to.at(r, c) = Rounded<T>::of(x[i] * scale);
+      if (c + 1 < columns.end) *to.at(r, c + 1) = Rounded<T>::of(x[i + 1] * scale);
+    }
+  }
+}
+
+template <class Fragment>
+__device__ __forceinline__ void store_lse(const OnlineSoftmax<Fragment>& softmax, const Fragment& f, const Params& p, const Place& place,
+                                          Range rows) {
+  if (!p.lse.data || !f.leads_row()) return;
+  Real* lse = static_cast<Real*>(p.lse.data) + place.offset(p.lse);
+#pragma unroll
+  for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+    const int r = rows.begin + f.row(slot);
+    if (r < rows.end) lse[r * p.lse.row] = softmax.lse(slot, p);
+  }
+}
+
+// Gradient of an additive operand: its axes of stride 0 are sums.
+template <class Fragment>
+__device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::kSize], const Fragment& f, const View& view,
+                                                     const Params& p, const Place& place, Corner corner) {
+  typedef Positions<Fragment> At;
+  if (!view.data) return;
+  Real* to = static_cast<Real*>(view.data) + place.offset(view);
+#pragma unroll
+  for (int i = 0; i < Fragment::kSize; ++i) {
+    const int q = At::q(f, corner, i), k = At::k(f, corner, i);
+    if (q < p.seq_q && k < place.key_count && ds[i] != Real(0)) atomicAdd(to + q * view.row + k * view.column, ds[i]);
+  }
+}

@@ -1,0 +1,81 @@
+// From products q·k to scores: modifiers, then -inf where the key is hidden.
+//
+// `Score` (generated) composes the score modifiers.  Without any, scores stay raw products and the scale is folded into the
+// exponent (`p.softmax_scale` = scale · log2 e); with some, scores are natural logits and `p.softmax_scale` = log2 e.
+//
+// A fragment tells where a thread's elements live: `kSize` elements, element i in column `column(i)` and in the thread's
+// row `row(slot(i))` of the tile.  `kTransposed` fragments have keys as rows and queries as columns.
+#pragma once
+#include "attention/mask.cuh"
+
+// Positions of a tile's corner.
+struct Corner {
+  int q, k;
+};
+
+template <class Fragment> struct Positions {
+  static __device__ __forceinline__ int q(const Fragment& f, Corner corner, int i) {
+    return corner.q + (Fragment::kTransposed ? f.column(i) : f.row(Fragment::slot(i)));
+  }
+  static __device__ __forceinline__ int k(const Fragment& f, Corner corner, int i) {
+    return corner.k + (Fragment::kTransposed ? f.row(Fragment::slot(i)) : f.column(i));
+  }
+};
+
+// Columns of the tile that each of the thread's rows may see.
+template <class Fragment> struct RowRanges {
+  Range columns[Fragment::kSlots];
+
+  __device__ __forceinline__ RowRanges(const Fragment& f, const Params& p, const Place& place, Corner corner) {
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+      const int origin = Fragment::kTransposed ? corner.q : corner.k;
+      const Range seen = Fragment::kTransposed ? seeing_queries(p, place, corner.k + f.row(slot))
+                                               : visible_keys(p, place, corner.q + f.row(slot));
+      columns[slot] = {seen.begin - origin, seen.end - origin};
+    }
+  }
+  __device__ __forceinline__ bool contains(const Fragment& f, int i) const {
+    const Range r = columns[Fragment::slot(i)];
+    return f.column(i) >= r.begin && f.column(i) < r.end;
+  }
+};
+
+// Scores of the backward also carry the derivative of the modifiers, 1 where there is none.
+template <int kSize, bool kKept> struct Slopes {
+  Real value[kSize];
+  __device__ __forceinline__ Real operator[](int i) const { return value[i]; }
+  __device__ __forceinline__ Real& slot(int i) { return value[i]; }
+};
+template <int kSize> struct Slopes<kSize, false> {
+  __device__ __forceinline__ Real operator[](int) const { return Real(1); }
+};
+template <class Fragment> using ScoreSlopes = Slopes<Fragment::kSize, Score::kHasSlope>;
+
+// In place: products -> scores.  `open` tiles need no interval tests (attention/mask.cuh, tile_is_open).
+template <bool kWithSlope, class Fragment>
+__device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlopes<Fragment>& slopes, const Fragment& f,
+                                          const Params& p, const Place& place, Corner corner, bool open) {
+  typedef Positions<Fragment> At;
+  if (!Score::kIdentity || Visibility::kHasMask) {
+    // Operands are only read where the element exists and is visible.
+    const RowRanges<Fragment> ranges(f, p, place, corner);
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i) {
+      const int q = At::q(f, corner, i), k = At::k(f, corner, i);
+      const bool seen = ranges.contains(f, i) && q < p.seq_q && Visibility::visible(p, place, q, k);
+      if constexpr (kWithSlope && Score::kHasSlope) slopes.slot(i) = Real(1);
+      if (!seen) {
+        s[i] = -infinity<Real>();
+      } else if constexpr (!Score::kIdentity) {
+        if constexpr (kWithSlope && Score::kHasSlope) s[i] = Score::apply_with_slope(p, place, q, k, s[i] * p.scale, slopes.slot(i));
+        else s[i] = Score::apply(p, place, q, k, s[i] * p.scale);
+      }
+    }
+  } else if (!open) {
+    const RowRanges<Fragment> ranges(f, p, place, corner);
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i)
+      if (!ranges.contains(f, i)) s[i] = -infinity<Real>();
+  }
+}

@@ -1,0 +1,86 @@
+// The online softmax of the forward, and P and dS of the backward.
+//
+// Source: FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2.  Statistics are kept per row: m the largest score so far,
+// l the sum of exp(s - m); both l and the accumulator change base when m grows.  m starts at a true -inf and no finite
+// stand-in for it exists anywhere: while a row has seen nothing, the shift of that step is 0.
+#pragma once
+
+template <class Fragment> struct OnlineSoftmax {
+  Real m[Fragment::kSlots];
+  Real l[Fragment::kSlots];  // of this thread's columns only, until `finish`
+  static constexpr int kSlack = 8;
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+      m[slot] = -infinity<Real>();
+      l[slot] = Real(0);
+    }
+  }
+
+  // One block of keys: scores -> probabilities relative to m, accumulator brought to the new base.
+  //
+  // m follows the maximum lazily: while no row outgrows its m by more than 2^kSlack, nothing changes base.  Probabilities
+  // then reach at most 2^kSlack, which every element type holds, sums are exact all the same, and the multiplications of
+  // the whole accumulator are rarely needed.
+  template <class Accumulator, int kSize>
+  __device__ __forceinline__ void step(Real (&s)[Fragment::kSize], Real (&o)[kSize], const Params& p) {
+    Real shift[Fragment::kSlots];
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) shift[slot] = m[slot];
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i) shift[Fragment::slot(i)] = max_of(shift[Fragment::slot(i)], s[i]);
+    bool grown = false;
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+      shift[slot] = Fragment::row_max(shift[slot]);
+      grown = grown || (shift[slot] - m[slot]) * p.softmax_scale > kSlack;
+    }
+    if (Fragment::any(grown)) {
+      Real alpha[Fragment::kSlots];
+#pragma unroll
+      for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+        alpha[slot] = shift[slot] == -infinity<Real>() ? Real(1) : exp2_of((m[slot] - shift[slot]) * p.softmax_scale);
+        m[slot] = shift[slot];
+        l[slot] *= alpha[slot];
+      }
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) o[i] *= alpha[Accumulator::slot(i)];
+    }
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) shift[slot] = m[slot] == -infinity<Real>() ? Real(0) : m[slot] * p.softmax_scale;
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i) {
+      s[i] = exp2_of(fma_of(s[i], p.softmax_scale, -shift[Fragment::slot(i)]));
+      l[Fragment::slot(i)] += s[i];
+    }
+  }
+
+  // After the last block: completes l.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) l[slot] = Fragment::row_sum(l[slot]);
+  }
+  // A row that saw nothing has the output 0 and lse = -inf.
+  __device__ __forceinline__ Real inverse(int slot) const { return l[slot] == Real(0) ? Real(0) : Real(1) / l[slot]; }
+  __device__ __forceinline__ Real lse(int slot, const Params& p) const {
+    return l[slot] == Real(0) ? -infinity<Real>() : fma_of(m[slot], p.softmax_scale * Real(0.6931471805599453), log_of(l[slot]));
+  }
+};
+
+// What the backward keeps per query: lse in the units of the exponent, and delta = dout·out - dlse.
+struct alignas(2 * sizeof(Real)) RowStatistics {
+  Real shift;  // +inf for rows that see nothing or do not exist, so that their probabilities are exactly 0
+  Real delta;
+};
+__device__ __forceinline__ RowStatistics row_statistics(Real lse, Real delta) {
+  const bool empty = lse == -infinity<Real>();
+  return {empty ? infinity<Real>() : lse * Real(1.4426950408889634), empty ? Real(0) : delta};
+}
+
+// P from a score and its row's statistics; rounding of a large lse cannot lift it above 1.
+__device__ __forceinline__ Real probability(Real s, Real shift, const Params& p) {
+  return exp2_of(min_or_nan(fma_of(s, p.softmax_scale, -shift), Real(0)));
+}
+// Gradient of the score that enters the softmax.
+__device__ __forceinline__ Real score_gradient(Real probability, Real dp, Real delta) { return probability * (dp - delta); }

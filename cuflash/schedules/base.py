@@ -1,0 +1,31 @@
+"""What every schedule's configuration offers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cuflash.problem import Problem
+
+
+class Config(Protocol):
+    """A frozen dataclass of ints and bools, compiled in, with the formulas that follow from them."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Dynamic shared memory of a block for elements of that size."""
+
+    def blocks(self, problem: Problem) -> int:
+        """Length of the grid, all of it on grid.x."""
+
+
+def tiles(length: int, tile: int) -> int:
+    """Tiles that cover a length."""
+    return -(-length // tile)
+
+
+def padded(length: int, multiple: int) -> int:
+    """The length rounded up to a multiple."""
+    return tiles(length, multiple) * multiple

@@ -1,0 +1,127 @@
+"""From a Variant to one CUDA source string: a generated prologue and the kernel's files, flattened.
+
+The schedule starts with ``#include "variant.cuh"``, which stands for the generated part: `Config`, `Params`, the modifiers'
+structs and their composition.  Every other ``#include "..."`` is a file below ``kernels/``.  ``#line`` keeps the compiler's
+messages pointing into the real files; no include path and no system header is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import resources
+
+from cuflash import abi
+from cuflash.modifiers import REGISTRY, Modifier
+from cuflash.variant import ELEMENTS, Variant
+
+_INCLUDE = re.compile(r'^#include "([^"]+)"[^\n]*$', re.MULTILINE)
+_GENERATED = "variant.cuh"
+
+
+@cache
+def read(path: str) -> str:
+    """Text of a file below kernels/."""
+    return resources.files("cuflash").joinpath("kernels").joinpath(*path.split("/")).read_text(encoding="utf-8")
+
+
+@cache
+def build(variant: Variant) -> str:
+    """The whole source of a variant: one string, no include left in it."""
+    return _flatten(f"{variant.kernel}.cu", {_GENERATED: prologue(variant)}, set())
+
+
+def _flatten(path: str, generated: dict[str, str], seen: set[str]) -> str:
+    if path in seen:
+        return ""
+    seen.add(path)
+    text = generated[path] if path in generated else read(path)
+    text = text.replace("#pragma once\n", "\n")
+    parts, position = [f'#line 1 "{path}"\n'], 0
+    for match in _INCLUDE.finditer(text):
+        parts.append(text[position : match.start()])
+        parts.append(_flatten(match[1], generated, seen))
+        line = text.count("\n", 0, match.end()) + 1
+        parts.append(f'#line {line} "{path}"')
+        position = match.end()
+    return "".join([*parts, text[position:]]) + ("" if text.endswith("\n") else "\n")
+
+
+def prologue(variant: Variant) -> str:
+    """The generated part: constants, argument record, modifiers."""
+    chain = [REGISTRY[name] for name in variant.modifiers]
+    constants = "\n".join(f"  static constexpr {_constant(n, v)};" for n, v in variant.constants().items())
+    return "\n".join(
+        [
+            f"// {variant}",
+            '#include "hw/element.cuh"',
+            f"typedef {ELEMENTS[variant.dtype]} Element;",
+            f"typedef {variant.real} Real;",
+            "struct Config {",
+            constants,
+            "};",
+            f"#define CUFLASH_ENTRY {variant.entry}",
+            abi.c_struct(variant.direction, variant.modifiers),
+            '#include "attention/index.cuh"',
+            *(m.cuda.strip() for m in chain),
+            _score([m for m in chain if m.kind == "score"]),
+            _visibility([m for m in chain if m.kind == "range"], [m for m in chain if m.kind == "mask"]),
+            _operand_gradients(variant, chain),
+        ]
+    )
+
+
+def _constant(name: str, value: int | bool) -> str:
+    return f"bool {name} = {str(value).lower()}" if isinstance(value, bool) else f"int {name} = {value}"
+
+
+_QUALIFIERS = "static __device__ __forceinline__"
+
+
+def _score(chain: list[type[Modifier]]) -> str:
+    names = [m.__name__ for m in chain]
+    slope = " || ".join(f"{n}::kHasSlope" for n in names) or "false"
+    place = "const Params& p, const Place& place, int q, int k, Real s"
+    apply = "\n".join(f"    s = {n}::apply(p, place, q, k, s);" for n in names)
+    sloped = "\n".join(f"    s = {n}::apply_with_slope(p, place, q, k, s, slope);" for n in names)
+    return f"""struct Score {{
+  static constexpr bool kIdentity = {str(not chain).lower()};
+  static constexpr bool kHasSlope = {slope};
+  {_QUALIFIERS} Real apply({place}) {{
+{apply}
+    return s;
+  }}
+  {_QUALIFIERS} Real apply_with_slope({place}, Real& slope) {{
+{sloped}
+    return s;
+  }}
+}};"""
+
+
+def _visibility(ranges: list[type[Modifier]], masks: list[type[Modifier]]) -> str:
+    positional = [m.__name__ for m in ranges if "narrow_keys" in m.cuda]
+    counting = [m.__name__ for m in ranges if "key_count" in m.cuda]
+    keys = "\n".join(f"    {n}::narrow_keys(p, q, keys);" for n in positional)
+    queries = "\n".join(f"    {n}::narrow_queries(p, k, queries);" for n in positional)
+    count = "".join(f"    return {n}::key_count(p, place);\n" for n in counting) or "    return p.seq_k;\n"
+    visible = " && ".join(f"{m.__name__}::visible(p, place, q, k)" for m in masks) or "true"
+    return f"""struct Visibility {{
+  static constexpr bool kHasMask = {str(bool(masks)).lower()};
+  {_QUALIFIERS} int key_count(const Params& p, const Place& place) {{
+{count}  }}
+  {_QUALIFIERS} void narrow_keys(const Params& p, int q, Range& keys) {{
+{keys}
+  }}
+  {_QUALIFIERS} void narrow_queries(const Params& p, int k, Range& queries) {{
+{queries}
+  }}
+  {_QUALIFIERS} bool visible(const Params& p, const Place& place, int q, int k) {{ return {visible}; }}
+}};"""
+
+
+def _operand_gradients(variant: Variant, chain: list[type[Modifier]]) -> str:
+    """`for_each_operand_gradient(p, f)` calls f with the view of every differentiable operand's gradient."""
+    views = [f"d{name}" for m in chain for name in m.differentiable] if variant.direction == "backward" else []
+    calls = " ".join(f"f(p.{view});" for view in views)
+    return f"""constexpr bool kHasOperandGradients = {str(bool(views)).lower()};
+template <class Function> __device__ __forceinline__ void for_each_operand_gradient(const Params& p, Function f) {{ {calls} }}"""

@@ -1,0 +1,58 @@
+"""Variant: everything that is compiled into a kernel and nothing that is not.
+
+What varies at run time (lengths, strides, scale, slopes) is never compiled in; dtype, head sizes, tile, modifier kinds and
+flags always are.  The fields of `config` become the constants of `struct Config` in CUDA, by name: ``block_q`` is
+``Config::kBlockQ``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+ELEMENTS = {"float16": "Half", "bfloat16": "Bfloat16", "float32": "float", "float64": "double"}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled kernel: schedule, dtype, modifiers by name, and the schedule's constants."""
+
+    kernel: str  # file stem in kernels/: "forward_mma"
+    dtype: str
+    modifiers: tuple[str, ...]
+    config: Any  # a frozen dataclass of ints and bools
+
+    @property
+    def direction(self) -> str:
+        return self.kernel.partition("_")[0]
+
+    @property
+    def real(self) -> str:
+        """C type of sums and statistics."""
+        return "double" if self.dtype == "float64" else "float"
+
+    @property
+    def entry(self) -> str:
+        """Name of the kernel, readable in a profiler."""
+        parts = ["cuflash", self.kernel]
+        if hasattr(self.config, "head_dim"):
+            parts.append(f"d{self.config.head_dim}")
+            if self.config.head_dim_v != self.config.head_dim:
+                parts.append(f"v{self.config.head_dim_v}")
+        return "_".join([*parts, SHORT[self.dtype], *self.modifiers])
+
+    def constants(self) -> dict[str, int | bool]:
+        """Constant name in CUDA -> value; the kernel checks its shared memory against `kSharedBytes` by static_assert."""
+        constants = {camel(f.name): getattr(self.config, f.name) for f in fields(self.config)}
+        shared_bytes = self.config.shared_bytes(ITEMSIZE[self.dtype])
+        return {**constants, "kThreads": self.config.threads, "kSharedBytes": shared_bytes}
+
+    def __str__(self) -> str:
+        constants = " ".join(f"{n}={int(v)}" for n, v in self.constants().items())
+        return f"{self.kernel} {self.dtype} modifiers=({', '.join(self.modifiers)}) {constants}"
+
+
+def camel(name: str) -> str:
+    return "k" + "".join(part.capitalize() for part in name.split("_"))
