@@ -1,0 +1,95 @@
+"""The backends as rows of data: which devices, dtypes and sizes each takes; `select` says which one and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+from cuflash.errors import UnsupportedError
+from cuflash.problem import Problem
+from cuflash.schedules import mma, simt
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan needs to know of a GPU."""
+
+    capability: int  # 90 for compute capability 9.0
+    shared_limit: int  # bytes of shared memory that one block may ask for
+    name: str = ""
+    index: int = 0
+    multiprocessors: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.name or 'a device'} (compute capability {self.capability // 10}.{self.capability % 10})"
+
+
+#: shared memory per block by compute capability (CUDA C++ Programming Guide, "Technical Specifications")
+SHARED_LIMITS = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+
+
+def described_device(capability: int) -> Device:
+    """A device by its compute capability alone, for planning and compiling without one."""
+    if capability not in SHARED_LIMITS:
+        known = ", ".join(map(str, SHARED_LIMITS))
+        raise UnsupportedError(f"capability={capability}: known are {known}")
+    return Device(capability=capability, shared_limit=SHARED_LIMITS[capability] * 1024)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One family of kernels: the lowest capability for each dtype, the largest head, and its host side."""
+
+    name: str
+    summary: str
+    capabilities: Mapping[str, int]
+    max_head_dim: int
+    deterministic_backward: bool
+    schedule: ModuleType
+
+    def refusal(self, problem: Problem, device: Device, deterministic: bool) -> str | None:
+        """Why this backend does not take the problem, or None."""
+        if problem.dtype not in self.capabilities:
+            return f"{problem.dtype} is not among its dtypes ({', '.join(self.capabilities)})"
+        needed = self.capabilities[problem.dtype]
+        if device.capability < needed:
+            return (
+                f"{problem.dtype} needs compute capability {needed / 10:.1f}, {device} is older; convert to "
+                f"{'float16 or float32' if problem.dtype == 'bfloat16' else 'float32'}"
+            )
+        for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            if size > self.max_head_dim:
+                return f"{name} {size} is above {self.max_head_dim}; the numpy backend has no limit"
+        if deterministic and not self.deterministic_backward:
+            return "deterministic=True is not offered in its backward: dq is summed by atomics"
+        return None
+
+
+BACKENDS = (
+    Backend("mma", "tensor cores by mma.sync", {"float16": 75, "bfloat16": 80}, 512, False, mma),
+    Backend("simt", "plain FMA units, true float32 and float64", {"float32": 75, "float64": 75}, 512, False, simt),
+)
+NUMPY_REASON = "the arrays are on a GPU; it takes arrays on the host"
+
+
+def select(
+    problem: Problem, device: Device, *, requested: str | None = None, deterministic: bool = False
+) -> tuple[Backend, dict[str, str]]:
+    """The backend for a problem on a device, and why each other one was not chosen."""
+    chosen: Backend | None = None
+    reasons: dict[str, str] = {}
+    for backend in BACKENDS:
+        refusal = backend.refusal(problem, device, deterministic)
+        if refusal is None and requested not in (None, backend.name):
+            refusal = f"backend={requested!r} was asked for"
+        if refusal is None and chosen is not None:
+            refusal = f"{chosen.name} is preferred"
+        if refusal is None:
+            chosen = backend
+        else:
+            reasons[backend.name] = refusal
+    if chosen is None:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise UnsupportedError(f"no GPU backend takes this call on {device}: {listed}")
+    return chosen, {**reasons, "numpy": NUMPY_REASON}

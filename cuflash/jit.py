@@ -1,0 +1,98 @@
+"""Compiling and loading: the only user of cupy.RawModule.  One kernel per variant and device, kept for the process.
+
+CuPy compiles with NVRTC for the device's architecture and keeps the result in its cache folder (CUPY_CACHE_DIR), written
+atomically; a folder that cannot be written costs a compilation per process and one warning, never an error.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+
+from cuflash import source
+from cuflash.errors import CompileError
+from cuflash.variant import Variant
+
+OPTIONS = ("--std=c++17",)
+
+_kernels: dict[tuple[Variant, int], Kernel] = {}
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded kernel; `function` is the driver's handle."""
+
+    function: int
+    registers: int
+    local_bytes: int
+    raw: Any  # keeps the module alive
+
+
+def load(variant: Variant, device: int) -> Kernel:
+    """The kernel of a variant on a device, compiled at first use."""
+    kernel = _kernels.get((variant, device))
+    if kernel is None:
+        with _lock:  # compilers and loaders are not promised to be thread-safe
+            kernel = _kernels.get((variant, device))
+            if kernel is None:
+                kernel = _kernels[variant, device] = _compile(variant, device)
+    return kernel
+
+
+def _compile(variant: Variant, device: int) -> Kernel:
+    code = source.build(variant)
+    with cupy.cuda.Device(device):
+        try:
+            raw = _raw_kernel(code, variant.entry)
+        except OSError as error:  # the cache folder cannot be read or written
+            warnings.warn(
+                f"CuPy's kernel cache cannot be used ({error}); kernels are compiled in every process. Set CUPY_CACHE_DIR "
+                "to a folder that can be written",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            with _memory_cache():
+                raw = _raw_kernel(code, variant.entry)
+        raw.max_dynamic_shared_size_bytes = variant.constants()["kSharedBytes"]
+        return Kernel(raw.kernel.ptr, raw.num_regs, raw.local_size_bytes, raw)
+
+
+def _raw_kernel(code: str, entry: str) -> Any:
+    try:
+        raw = cupy.RawModule(code=code, options=OPTIONS).get_function(entry)
+        raw.compile()
+    except cupy.cuda.compiler.CompileException as error:
+        raise CompileError(
+            f"{entry} did not compile:\n{error}", variant=entry, log=str(error), source=code
+        ) from error
+    except RuntimeError as error:
+        if "nvrtc" in str(error).lower() or "CUDA headers" in str(error):
+            raise CompileError(
+                f"NVRTC, the run-time compiler, was not found ({error}); install it with cuflash[cuda13] or cuflash[cuda12]",
+                variant=entry,
+            ) from error
+        raise
+    return raw
+
+
+@contextmanager
+def _memory_cache() -> Iterator[None]:
+    """CuPy's switch to compile without its cache folder, for the time of a block."""
+    name = "CUPY_CACHE_IN_MEMORY"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

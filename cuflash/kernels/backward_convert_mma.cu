@@ -1,0 +1,35 @@
+// After the backward of a tensor-core schedule: dq = scale · the float32 sums, rounded, in the caller's strides.
+//
+// The sums lie in the order of the main kernel's registers (SumTile); the same fragment tells their rows and columns.
+#include "variant.cuh"  // generated: Config, Params, modifiers
+#include "hw/fragment.cuh"
+#include "hw/reduce.cuh"
+#include "attention/epilogue.cuh"
+
+constexpr int kDqWarpRows = Config::kBlockQ / (Config::kWarps / Config::kDqWarpColumns);
+constexpr int kDqWarpWidth = Config::kChunk / Config::kDqWarpColumns;
+typedef MmaFragment<kDqWarpRows / 16, kDqWarpWidth / 8> QueryFragment;
+typedef SumTile<Config::kThreads, QueryFragment::kSize / 4> DqTile;
+static_assert(Config::kSharedBytes == 0, "schedules/mma.py disagrees");
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(const __grid_constant__ Params p) {
+  constexpr int kChunks = Config::kHeadDim / Config::kChunk;
+  const int query_tiles = p.rows_padded / Config::kBlockQ;
+  const float* sums = static_cast<const float*>(p.dq_sum) + i64(blockIdx.x) * DqTile::kSize;
+  int index = blockIdx.x;
+  const int chunk = index % kChunks;
+  index /= kChunks;
+  const int row = index % query_tiles * Config::kBlockQ;
+  index /= query_tiles;
+  Place place;
+  place.set_head(p, index % p.heads_q);
+  place.set_batch(p, index / p.heads_q);
+
+  float dq[QueryFragment::kSize];
+#pragma unroll
+  for (int i = 0; i < QueryFragment::kSize; ++i) dq[i] = sums[DqTile::offset(i / 4, threadIdx.x, i % 4)];
+  const int warp = int(threadIdx.x) / 32;
+  const QueryFragment at(warp / Config::kDqWarpColumns * kDqWarpRows, warp % Config::kDqWarpColumns * kDqWarpWidth);
+  store_rows(dq, at, matrix<Element>(p.dq, place.offset(p.dq)), {row, p.seq_q}, {chunk * Config::kChunk, p.head_dim}, p.dq_pairs,
+             [&](int) { return p.scale; });
+}

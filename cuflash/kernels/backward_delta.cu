@@ -1,0 +1,56 @@
+// Before the backward: per query, lse in the units of the exponent and delta = dout·out - dlse; the sums of dq start at 0.
+//
+// Job: a few lanes share a row and read it in 16-byte pieces; rows from seq_q to rows_padded get statistics that make their
+// probabilities 0, so that the main kernel needs no test for them.
+// Invariant: every element of `statistics` and `dq_sum` is written.
+// Source: FlashAttention-2 (arXiv:2307.08691), section 3.1.2; delta replaces the sum over keys of p·dp.
+#include "variant.cuh"  // generated: Config, Params, modifiers
+#include "attention/softmax.cuh"
+#include "hw/reduce.cuh"
+
+constexpr int kChunk = 16 / sizeof(Element);
+static_assert(Config::kSharedBytes == 0, "schedules/rows.py disagrees");
+
+__device__ __forceinline__ Real dot(const Element* x, i64 x_column, const Element* y, i64 y_column, int begin, int end) {
+  Real sum = 0;
+  if (Config::kAligned && begin + kChunk <= end) {
+    const auto a = *reinterpret_cast<const Chunk<Element>*>(x + begin), b = *reinterpret_cast<const Chunk<Element>*>(y + begin);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) sum = fma_of(to_real(a.at[i]), to_real(b.at[i]), sum);
+  } else {
+    for (int i = begin; i < min(begin + kChunk, end); ++i) sum = fma_of(to_real(x[i * x_column]), to_real(y[i * y_column]), sum);
+  }
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(const __grid_constant__ Params p) {
+  const i64 line = (i64(blockIdx.x) * Config::kThreads + threadIdx.x) / Config::kLanes;  // of (batch, head, row)
+  const int lane = threadIdx.x % Config::kLanes;
+  const i64 lines = i64(p.batch_size) * p.heads_q * p.rows_padded;
+  const bool exists = line < lines;
+  const int row = int(line % p.rows_padded);
+  const int index = int(line / p.rows_padded);
+  Place place;
+  place.set_head(p, index % p.heads_q);
+  place.set_batch(p, exists ? index / p.heads_q : 0);
+
+  Real delta = 0;
+  if (exists && row < p.seq_q) {
+    const Matrix<const Element> out = matrix<const Element>(p.out, place.offset(p.out));
+    const Matrix<const Element> dout = matrix<const Element>(p.dout, place.offset(p.dout));
+    for (int c = lane * kChunk; c < p.head_dim_v; c += Config::kLanes * kChunk)
+      delta += dot(out.at(row, 0), out.column, dout.at(row, 0), dout.column, c, p.head_dim_v);
+  }
+  delta = sum_over_lanes<Config::kLanes>(delta);
+  if (!exists) return;
+  if (lane == 0) {
+    RowStatistics statistics = row_statistics(-infinity<Real>(), Real(0));
+    if (row < p.seq_q) {
+      if (p.dlse.data) delta -= static_cast<const Real*>(p.dlse.data)[place.offset(p.dlse) + row * p.dlse.row];
+      statistics = row_statistics(static_cast<const Real*>(p.lse.data)[place.offset(p.lse) + row * p.lse.row], delta);
+    }
+    static_cast<RowStatistics*>(p.statistics)[line] = statistics;
+  }
+  if (p.dq_sum)
+    for (int c = lane; c < p.dq_width; c += Config::kLanes) static_cast<Real*>(p.dq_sum)[line * p.dq_width + c] = Real(0);
+}

@@ -1,0 +1,116 @@
+// Forward on mma.sync tensor cores (sm_75 float16; sm_80 and later float16 and bfloat16).
+//
+// Job: one block computes a tile of queries (and, beyond 256 value columns, one chunk of them) against all keys it sees.
+// Warps own query rows, so that no partial output is ever merged.  With two stages the next keys and values travel while
+// this block is worked on, one barrier per block; with one stage keys travel under the softmax and the second product,
+// values under the first.
+// Invariants: every thread of the block runs the same number of key blocks; keys are walked in ascending order.
+// Source: FlashAttention-2 (arXiv:2307.08691), algorithm 1.
+#include "variant.cuh"  // generated: Config, Params, modifiers
+#include "hw/copy.cuh"
+#include "hw/gemm_mma.cuh"
+#include "attention/epilogue.cuh"
+
+constexpr int kWarpRows = Config::kBlockQ / Config::kWarps;
+
+struct SharedStorage {
+  SharedTile<Config::kBlockQ, Config::kHeadDim, Element> q;
+  SharedTile<Config::kBlockK, Config::kHeadDim, Element> k[Config::kStages];
+  SharedTile<Config::kBlockK, Config::kChunk, Element> v[Config::kStages];
+};
+static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/mma.py disagrees");
+
+typedef MmaFragment<kWarpRows / 16, Config::kBlockK / 8> ScoreFragment;
+typedef MmaFragment<kWarpRows / 16, Config::kChunk / 8> OutFragment;
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) CUFLASH_ENTRY(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
+
+  // Longest first: the last queries see the most keys under a causal mask.
+  const int query_tiles = tiles_of(p.seq_q, Config::kBlockQ);
+  const int chunks = Config::kChunk < Config::kHeadDimV ? tiles_of(p.head_dim_v, Config::kChunk) : 1;
+  int index = blockIdx.x;
+  const int tile = query_tiles - 1 - index % query_tiles;
+  index /= query_tiles;
+  const int chunk = index % chunks;
+  index /= chunks;
+  Place place;
+  place.set_head(p, index % p.heads_q);
+  place.set_batch(p, index / p.heads_q);
+  place.key_count = Visibility::key_count(p, place);
+
+  const Range queries{tile * Config::kBlockQ, min(p.seq_q, (tile + 1) * Config::kBlockQ)};
+  const Range seen = keys_seen_by_any(p, place, queries);
+  const int first = seen.begin / Config::kBlockK, last = tiles_of(seen.end, Config::kBlockK);
+  const Range columns{chunk * Config::kChunk, p.head_dim_v};
+
+  const auto q = matrix<const Element>(p.q, place.offset(p.q));
+  const auto k = matrix<const Element>(p.k, place.key_offset(p.k));
+  const auto v = matrix<const Element>(p.v, place.key_offset(p.v) + columns.begin * p.v.column);
+  const auto load_k = [&](int block, int stage) {
+    copy_tile<Config::kThreads, Config::kAligned>(shared.k[stage], k, block * Config::kBlockK, seen, p.head_dim);
+    cp_async_commit_group();
+  };
+  const auto load_v = [&](int block, int stage) {
+    copy_tile<Config::kThreads, Config::kAligned>(shared.v[stage], v, block * Config::kBlockK, seen, columns.end - columns.begin);
+    cp_async_commit_group();
+  };
+
+  const int warp_row = int(threadIdx.x) / 32 * kWarpRows;
+  const ScoreFragment s_at(warp_row, 0);
+  const OutFragment o_at(warp_row, 0);
+  OnlineSoftmax<ScoreFragment> softmax;
+  float o[OutFragment::kSize];
+  clear(o);
+
+  if (first < last) {
+    copy_tile<Config::kThreads, Config::kAligned>(shared.q, q, queries.begin, queries, p.head_dim);
+    load_k(first, 0);
+    load_v(first, 0);
+  }
+  for (int block = first; block < last; ++block) {
+    const int stage = Config::kStages == 2 ? (block - first) & 1 : 0;
+    const bool more = block + 1 < last;
+    if constexpr (Config::kStages == 2) {
+      cp_async_wait_group<0>();
+      __syncthreads();  // this block has arrived, the previous one is no longer read
+      if (more) {
+        load_k(block + 1, stage ^ 1);
+        load_v(block + 1, stage ^ 1);
+      }
+    } else {
+      cp_async_wait_group<1>();
+      __syncthreads();  // keys have arrived
+    }
+
+    float s[ScoreFragment::kSize];
+    clear(s);
+    gemm_rows_rows<Config::kHeadDim, ScoreFragment, Element>(s, shared.q, warp_row, shared.k[stage], 0);
+    if constexpr (Config::kStages == 1) {
+      __syncthreads();  // keys are no longer read
+      if (more) load_k(block + 1, 0);
+    }
+
+    const Corner corner{queries.begin, block * Config::kBlockK};
+    const Range keys{corner.k, corner.k + Config::kBlockK};
+    ScoreSlopes<ScoreFragment> slopes;
+    scores_of<false>(s, slopes, s_at, p, place, corner, tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, keys));
+    softmax.step<OutFragment>(s, o, p);
+
+    if constexpr (Config::kStages == 1) {
+      if (more) cp_async_wait_group<1>();
+      else cp_async_wait_group<0>();
+      __syncthreads();  // values have arrived
+    }
+    gemm_registers_columns<ScoreFragment, OutFragment, Element>(o, s, shared.v[stage], 0);
+    if constexpr (Config::kStages == 1) {
+      __syncthreads();  // values are no longer read
+      if (more) load_v(block + 1, 0);
+    }
+  }
+
+  softmax.finish();
+  store_rows(o, o_at, matrix<Element>(p.out, place.offset(p.out)), queries, columns, p.out_pairs, [&](int slot) { return softmax.inverse(slot); });
+  if (chunk == 0) store_lse(softmax, s_at, p, place, queries);
+}

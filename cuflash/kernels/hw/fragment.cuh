@@ -1,0 +1,39 @@
+// Where the accumulators of mma.m16n8 (and, row for row, wgmma) live in a warp's threads.
+//
+// Source: PTX ISA, "Matrix fragments for mma.m16n8k16": of a 16 x 8 block, lane l holds rows l/4 and l/4 + 8, columns
+// 2(l%4) and 2(l%4) + 1.  A warp holds kTilesRow x kTilesColumn such blocks; element i = 4·block + r.
+#pragma once
+
+template <int kTilesRow, int kTilesColumn, bool kIsTransposed = false> struct MmaFragment {
+  static constexpr bool kTransposed = kIsTransposed;
+  static constexpr int kRowBlocks = kTilesRow, kColumnBlocks = kTilesColumn;
+  static constexpr int kSize = kTilesRow * kTilesColumn * 4;
+  static constexpr int kSlots = kTilesRow * 2;
+  int first_row, first_column;  // of this thread, in the tile
+
+  // `row` and `column`: corner of the warp's part in the tile.
+  __device__ __forceinline__ MmaFragment(int row, int column)
+      : first_row(row + int(threadIdx.x) % 32 / 4), first_column(column + int(threadIdx.x) % 4 * 2) {}
+
+  static __device__ __forceinline__ constexpr int slot(int i) { return i / (4 * kTilesColumn) * 2 + i / 2 % 2; }
+  static __device__ __forceinline__ constexpr int block(int tile_row, int tile_column) { return (tile_row * kTilesColumn + tile_column) * 4; }
+  __device__ __forceinline__ int row(int slot) const { return first_row + slot / 2 * 16 + slot % 2 * 8; }
+  __device__ __forceinline__ int column(int i) const { return first_column + i / 4 % kTilesColumn * 8 + i % 2; }
+  // One of the four lanes that share a row.
+  __device__ __forceinline__ bool leads_row() const { return threadIdx.x % 4 == 0; }
+
+  // Whether it holds for any thread that shares a row with this one, and for as many more as vote at once.
+  static __device__ __forceinline__ bool any(bool x) { return __any_sync(0xffffffffu, x); }
+  template <class T> static __device__ __forceinline__ T row_max(T x) {
+    x = max_of(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return max_of(x, __shfl_xor_sync(0xffffffffu, x, 2));
+  }
+  template <class T> static __device__ __forceinline__ T row_sum(T x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+  }
+};
+
+template <class Element> __device__ __forceinline__ void store_pair(Element* to, float first, float second) {
+  *reinterpret_cast<u32*>(to) = packed<Element>(first, second);
+}

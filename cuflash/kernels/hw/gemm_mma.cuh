@@ -1,0 +1,108 @@
+// Products of warps on tensor cores: accumulator += A · B over 16-wide steps of the contraction.
+//
+// Operand A comes from a tile in shared memory or from an accumulator (packed in place: the accumulator map of two
+// neighbouring m16n8 blocks is the A map of one k16 step); B from a tile stored either way round.  Names say how the tile
+// lies in memory: `rows` means that the contraction runs along a row, `columns` that it runs down a column (ldmatrix.trans).
+#pragma once
+#include "hw/fragment.cuh"
+#include "hw/ptx.cuh"
+
+// A, 16 rows from `row` on, step at `k`: contraction along the row.
+template <class Tile> __device__ __forceinline__ void load_a_rows(u32 (&a)[4], Tile& tile, int row, int k) {
+  const int lane = threadIdx.x % 32;
+  ldmatrix_x4(a, shared_address(tile.at(row + lane % 16, k + lane / 16 * 8)));
+}
+// A, 16 rows that are columns `row` .. of the tile: contraction down the column.
+template <class Tile> __device__ __forceinline__ void load_a_columns(u32 (&a)[4], Tile& tile, int row, int k) {
+  const int lane = threadIdx.x % 32;
+  ldmatrix_x4_trans(a, shared_address(tile.at(k + lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8)));
+}
+// B, 16 columns that are rows `column` .. of the tile: b[0], b[1] for the first eight, b[2], b[3] for the others.
+template <class Tile> __device__ __forceinline__ void load_b_rows(u32 (&b)[4], Tile& tile, int column, int k) {
+  const int lane = threadIdx.x % 32;
+  ldmatrix_x4(b, shared_address(tile.at(column + lane / 16 * 8 + lane % 8, k + lane / 8 % 2 * 8)));
+}
+// B, 16 columns of the tile: contraction down the column.
+template <class Tile> __device__ __forceinline__ void load_b_columns(u32 (&b)[4], Tile& tile, int column, int k) {
+  const int lane = threadIdx.x % 32;
+  ldmatrix_x4_trans(b, shared_address(tile.at(k + lane % 16, column + lane / 16 * 8)));
+}
+// A from an accumulator of `Fragment`: blocks (tile_row, 2·step) and (tile_row, 2·step + 1), rounded.
+template <class Fragment, class Element>
+__device__ __forceinline__ void pack_a(u32 (&a)[4], const float (&x)[Fragment::kSize], int tile_row, int step) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float* c = x + Fragment::block(tile_row, 2 * step + half);
+    a[2 * half] = packed<Element>(c[0], c[1]);
+    a[2 * half + 1] = packed<Element>(c[2], c[3]);
+  }
+}
+
+// Both operands with the contraction along their rows: c += A Bᵀ.
+template <int kDepth, class Fragment, class Element, class TileA, class TileB>
+__device__ __forceinline__ void gemm_rows_rows(float (&c)[Fragment::kSize], TileA& a_tile, int a_row, TileB& b_tile, int b_row) {
+#pragma unroll
+  for (int k = 0; k < kDepth; k += 16) {
+    u32 a[Fragment::kRowBlocks][4];
+#pragma unroll
+    for (int r = 0; r < Fragment::kRowBlocks; ++r) load_a_rows(a[r], a_tile, a_row + 16 * r, k);
+#pragma unroll
+    for (int j = 0; j < Fragment::kColumnBlocks; j += 2) {
+      u32 b[4];
+      load_b_rows(b, b_tile, b_row + 8 * j, k);
+#pragma unroll
+      for (int r = 0; r < Fragment::kRowBlocks; ++r) {
+        mma_m16n8k16<Element>(c + Fragment::block(r, j), a[r], b[0], b[1]);
+        mma_m16n8k16<Element>(c + Fragment::block(r, j + 1), a[r], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// A from an accumulator, B with the contraction down its columns: c += A B.
+template <class FragmentA, class Fragment, class Element, class TileB>
+__device__ __forceinline__ void gemm_registers_columns(float (&c)[Fragment::kSize], const float (&x)[FragmentA::kSize], TileB& b_tile,
+                                                       int b_column) {
+#pragma unroll
+  for (int step = 0; step < FragmentA::kColumnBlocks / 2; ++step) {
+    u32 a[Fragment::kRowBlocks][4];
+#pragma unroll
+    for (int r = 0; r < Fragment::kRowBlocks; ++r) pack_a<FragmentA, Element>(a[r], x, r, step);
+#pragma unroll
+    for (int j = 0; j < Fragment::kColumnBlocks; j += 2) {
+      u32 b[4];
+      load_b_columns(b, b_tile, b_column + 8 * j, 16 * step);
+#pragma unroll
+      for (int r = 0; r < Fragment::kRowBlocks; ++r) {
+        mma_m16n8k16<Element>(c + Fragment::block(r, j), a[r], b[0], b[1]);
+        mma_m16n8k16<Element>(c + Fragment::block(r, j + 1), a[r], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Both operands with the contraction down their columns: c += Aᵀ B.
+template <int kDepth, class Fragment, class Element, class TileA, class TileB>
+__device__ __forceinline__ void gemm_columns_columns(float (&c)[Fragment::kSize], TileA& a_tile, int a_column, TileB& b_tile, int b_column) {
+#pragma unroll
+  for (int k = 0; k < kDepth; k += 16) {
+    u32 a[Fragment::kRowBlocks][4];
+#pragma unroll
+    for (int r = 0; r < Fragment::kRowBlocks; ++r) load_a_columns(a[r], a_tile, a_column + 16 * r, k);
+#pragma unroll
+    for (int j = 0; j < Fragment::kColumnBlocks; j += 2) {
+      u32 b[4];
+      load_b_columns(b, b_tile, b_column + 8 * j, k);
+#pragma unroll
+      for (int r = 0; r < Fragment::kRowBlocks; ++r) {
+        mma_m16n8k16<Element>(c + Fragment::block(r, j), a[r], b[0], b[1]);
+        mma_m16n8k16<Element>(c + Fragment::block(r, j + 1), a[r], b[2], b[3]);
+      }
+    }
+  }
+}
+
+template <int kSize> __device__ __forceinline__ void clear(float (&c)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) c[i] = 0.f;
+}

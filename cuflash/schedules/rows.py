@@ -1,0 +1,57 @@
+"""Host side of backward_delta.cu, which every backward starts with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cuflash.problem import Problem
+from cuflash.schedules.base import padded, tiles
+
+
+@dataclass(frozen=True)
+class BackwardDelta:
+    """Constants of backward_delta.cu: `lanes` threads share a row."""
+
+    lanes: int
+    aligned: bool
+    block_q: int  # tile of the main kernel: rows are padded to a multiple of it
+
+    threads = 256
+
+    def shared_bytes(self, itemsize: int) -> int:
+        return 0
+
+    def rows_padded(self, problem: Problem) -> int:
+        return padded(problem.seq_q, self.block_q)
+
+    def blocks(self, problem: Problem) -> int:
+        lines = problem.batch_size * problem.heads_q * self.rows_padded(problem)
+        return tiles(lines * self.lanes, self.threads)
+
+
+def delta(problem: Problem, itemsize: int, block_q: int, aligned: bool) -> BackwardDelta:
+    """As many lanes per row as it has 16-byte pieces, up to a warp."""
+    pieces = tiles(problem.head_dim_v * itemsize, 16)
+    lanes = 1 << min(5, (pieces - 1).bit_length())
+    return BackwardDelta(lanes=lanes, aligned=aligned, block_q=block_q)
+
+
+@dataclass(frozen=True)
+class BackwardConvertSimt:
+    """Constants of backward_convert_simt.cu: a warp writes a row."""
+
+    lanes: int = 32
+    rows: int = 8
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.lanes * self.rows
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """None."""
+        return 0
+
+    def blocks(self, problem: Problem) -> int:
+        """A row of dq each for as many warps as a block has."""
+        return tiles(problem.batch_size * problem.heads_q * problem.seq_q, self.rows)
