@@ -30,6 +30,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
   for (int i = 0; i < QueryFragment::kSize; ++i) dq[i] = sums[DqTile::offset(i / 4, threadIdx.x, i % 4)];
   const int warp = int(threadIdx.x) / 32;
   const QueryFragment at(warp / Config::kDqWarpColumns * kDqWarpRows, warp % Config::kDqWarpColumns * kDqWarpWidth);
-  store_rows(dq, at, matrix<Element>(p.dq, place.offset(p.dq)), {row, p.seq_q}, {chunk * Config::kChunk, p.head_dim}, p.dq_pairs,
-             [&](int) { return p.scale; });
+  store_rows(dq, at, matrix<Element>(p.dq, place.offset(p.dq)), {row, p.seq_q}, {chunk * Config::kChunk, p.head_dim},
+             p.dq_pairs, [&](int) { return p.scale; });
 }

@@ -11,14 +11,17 @@
 constexpr int kChunk = 16 / sizeof(Element);
 static_assert(Config::kSharedBytes == 0, "schedules/rows.py disagrees");
 
-__device__ __forceinline__ Real dot(const Element* x, i64 x_column, const Element* y, i64 y_column, int begin, int end) {
+__device__ __forceinline__ Real dot(const Element* x, i64 x_column, const Element* y, i64 y_column, int begin,
+                                    int end) {
   Real sum = 0;
   if (Config::kAligned && begin + kChunk <= end) {
-    const auto a = *reinterpret_cast<const Chunk<Element>*>(x + begin), b = *reinterpret_cast<const Chunk<Element>*>(y + begin);
+    const auto a = *reinterpret_cast<const Chunk<Element>*>(x + begin),
+               b = *reinterpret_cast<const Chunk<Element>*>(y + begin);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) sum = fma_of(to_real(a.at[i]), to_real(b.at[i]), sum);
   } else {
-    for (int i = begin; i < min(begin + kChunk, end); ++i) sum = fma_of(to_real(x[i * x_column]), to_real(y[i * y_column]), sum);
+    for (int i = begin; i < min(begin + kChunk, end); ++i)
+      sum = fma_of(to_real(x[i * x_column]), to_real(y[i * y_column]), sum);
   }
   return sum;
 }
@@ -52,5 +55,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
     static_cast<RowStatistics*>(p.statistics)[line] = statistics;
   }
   if (p.dq_sum)
-    for (int c = lane; c < p.dq_width; c += Config::kLanes) static_cast<Real*>(p.dq_sum)[line * p.dq_width + c] = Real(0);
+    for (int c = lane; c < p.dq_width; c += Config::kLanes)
+      static_cast<Real*>(p.dq_sum)[line * p.dq_width + c] = Real(0);
 }

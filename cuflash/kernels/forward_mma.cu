@@ -17,43 +17,54 @@ struct SharedStorage {
   SharedTile<Config::kBlockQ, Config::kHeadDim, Element> q;
   SharedTile<Config::kBlockK, Config::kHeadDim, Element> k[Config::kStages];
   SharedTile<Config::kBlockK, Config::kChunk, Element> v[Config::kStages];
+  const Element* volatile keys;  // where K and V begin: the loop has no registers left to keep addresses in
+  const Element* volatile values;
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/mma.py disagrees");
 
 typedef MmaFragment<kWarpRows / 16, Config::kBlockK / 8> ScoreFragment;
 typedef MmaFragment<kWarpRows / 16, Config::kChunk / 8> OutFragment;
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) CUFLASH_ENTRY(const __grid_constant__ Params p) {
+// What a block works on.  Longest first: the last queries see the most keys under a causal mask.
+struct Work {
+  Place place;
+  Range queries, columns;
+
+  __device__ __forceinline__ Work(const Params& p, int index) {
+    const int query_tiles = tiles_of(p.seq_q, Config::kBlockQ);
+    const int chunks = Config::kChunk < Config::kHeadDimV ? tiles_of(p.head_dim_v, Config::kChunk) : 1;
+    const int tile = query_tiles - 1 - index % query_tiles;
+    index /= query_tiles;
+    queries = {tile * Config::kBlockQ, min(p.seq_q, (tile + 1) * Config::kBlockQ)};
+    columns = {index % chunks * Config::kChunk, Config::kExact ? Config::kHeadDimV : p.head_dim_v};
+    index /= chunks;
+    place.set_head(p, index % p.heads_q);
+    place.set_batch(p, index / p.heads_q);
+    place.key_count = Visibility::key_count(p, place);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    CUFLASH_ENTRY(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
 
-  // Longest first: the last queries see the most keys under a causal mask.
-  const int query_tiles = tiles_of(p.seq_q, Config::kBlockQ);
-  const int chunks = Config::kChunk < Config::kHeadDimV ? tiles_of(p.head_dim_v, Config::kChunk) : 1;
-  int index = blockIdx.x;
-  const int tile = query_tiles - 1 - index % query_tiles;
-  index /= query_tiles;
-  const int chunk = index % chunks;
-  index /= chunks;
-  Place place;
-  place.set_head(p, index % p.heads_q);
-  place.set_batch(p, index / p.heads_q);
-  place.key_count = Visibility::key_count(p, place);
-
-  const Range queries{tile * Config::kBlockQ, min(p.seq_q, (tile + 1) * Config::kBlockQ)};
+  const Work work(p, blockIdx.x);
+  const Place& place = work.place;
+  const Range queries = work.queries, columns = work.columns;
   const Range seen = keys_seen_by_any(p, place, queries);
   const int first = seen.begin / Config::kBlockK, last = tiles_of(seen.end, Config::kBlockK);
-  const Range columns{chunk * Config::kChunk, p.head_dim_v};
+  const int head_dim = Config::kExact ? Config::kHeadDim : p.head_dim;  // known to the compiler where nothing is padded
 
-  const auto q = matrix<const Element>(p.q, place.offset(p.q));
-  const auto k = matrix<const Element>(p.k, place.key_offset(p.k));
-  const auto v = matrix<const Element>(p.v, place.key_offset(p.v) + columns.begin * p.v.column);
-  const auto load_k = [&](int block, int stage) {
-    copy_tile<Config::kThreads, Config::kAligned>(shared.k[stage], k, block * Config::kBlockK, seen, p.head_dim);
+  const auto load_k = [&](const Element* keys, int block, int stage) {
+    const Matrix<const Element> k{keys, p.k.row, p.k.column};
+    copy_tile<Config::kThreads, Config::kAligned>(shared.k[stage], k, block * Config::kBlockK, seen, head_dim);
     cp_async_commit_group();
   };
-  const auto load_v = [&](int block, int stage) {
-    copy_tile<Config::kThreads, Config::kAligned>(shared.v[stage], v, block * Config::kBlockK, seen, columns.end - columns.begin);
+  const auto load_v = [&](const Element* values, int block, int stage) {
+    const Matrix<const Element> v{values, p.v.row, p.v.column};
+    copy_tile<Config::kThreads, Config::kAligned>(shared.v[stage], v, block * Config::kBlockK, seen,
+                                                  columns.end - columns.begin);
     cp_async_commit_group();
   };
 
@@ -63,54 +74,73 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   OnlineSoftmax<ScoreFragment> softmax;
   float o[OutFragment::kSize];
   clear(o);
+  OperandA<Config::kHeadDim, ScoreFragment> q_operand;  // used where kQInRegisters
 
   if (first < last) {
-    copy_tile<Config::kThreads, Config::kAligned>(shared.q, q, queries.begin, queries, p.head_dim);
-    load_k(first, 0);
-    load_v(first, 0);
+    const auto q = matrix<const Element>(p.q, place.offset(p.q));
+    const Element* keys = matrix<const Element>(p.k, place.key_offset(p.k)).data;
+    const Element* values = matrix<const Element>(p.v, place.key_offset(p.v) + columns.begin * p.v.column).data;
+    copy_tile<Config::kThreads, Config::kAligned>(shared.q, q, queries.begin, queries, head_dim);
+    load_k(keys, first, 0);
+    load_v(values, first, 0);
+    if (threadIdx.x == 0) {
+      shared.keys = keys;
+      shared.values = values;
+    }
   }
-  for (int block = first; block < last; ++block) {
-    const int stage = Config::kStages == 2 ? (block - first) & 1 : 0;
-    const bool more = block + 1 < last;
+  int stage = 0;
+  bool more = first < last;
+  for (int block = first; more; ++block, stage ^= Config::kStages - 1) {
+    more = block + 1 < tiles_of(recomputed(seen.end), Config::kBlockK);
+    const Corner corner{queries.begin, block * Config::kBlockK};
+    const Range keys{corner.k, corner.k + Config::kBlockK};
     if constexpr (Config::kStages == 2) {
       cp_async_wait_group<0>();
       __syncthreads();  // this block has arrived, the previous one is no longer read
       if (more) {
-        load_k(block + 1, stage ^ 1);
-        load_v(block + 1, stage ^ 1);
+        load_k(shared.keys, block + 1, stage ^ 1);
+        load_v(shared.values, block + 1, stage ^ 1);
       }
     } else {
       cp_async_wait_group<1>();
       __syncthreads();  // keys have arrived
     }
+    if (Config::kQInRegisters && block == first) q_operand.load(shared.q, warp_row);
 
     float s[ScoreFragment::kSize];
     clear(s);
-    gemm_rows_rows<Config::kHeadDim, ScoreFragment, Element>(s, shared.q, warp_row, shared.k[stage], 0);
+    if constexpr (Config::kQInRegisters) {
+      gemm_operand_rows<Config::kHeadDim, ScoreFragment, Element>(s, q_operand, shared.k[stage], 0);
+    } else {
+      gemm_rows_rows<Config::kHeadDim, ScoreFragment, Element, 2>(s, shared.q, warp_row, shared.k[stage], 0);
+    }
     if constexpr (Config::kStages == 1) {
       __syncthreads();  // keys are no longer read
-      if (more) load_k(block + 1, 0);
+      if (more) load_k(shared.keys, block + 1, 0);
     }
 
-    const Corner corner{queries.begin, block * Config::kBlockK};
-    const Range keys{corner.k, corner.k + Config::kBlockK};
     ScoreSlopes<ScoreFragment> slopes;
-    scores_of<false>(s, slopes, s_at, p, place, corner, tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, keys));
+    scores_of<false>(s, slopes, s_at, p, place, corner,
+                     tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, keys));
     softmax.step<OutFragment>(s, o, p);
 
     if constexpr (Config::kStages == 1) {
-      if (more) cp_async_wait_group<1>();
-      else cp_async_wait_group<0>();
+      if (more)
+        cp_async_wait_group<1>();
+      else
+        cp_async_wait_group<0>();
       __syncthreads();  // values have arrived
     }
     gemm_registers_columns<ScoreFragment, OutFragment, Element>(o, s, shared.v[stage], 0);
     if constexpr (Config::kStages == 1) {
       __syncthreads();  // values are no longer read
-      if (more) load_v(block + 1, 0);
+      if (more) load_v(shared.values, block + 1, 0);
     }
   }
 
   softmax.finish();
-  store_rows(o, o_at, matrix<Element>(p.out, place.offset(p.out)), queries, columns, p.out_pairs, [&](int slot) { return softmax.inverse(slot); });
-  if (chunk == 0) store_lse(softmax, s_at, p, place, queries);
+  const Work done(p, recomputed(blockIdx.x));
+  const Matrix<Element> out = matrix<Element>(p.out, done.place.offset(p.out));
+  store_rows(o, o_at, out, done.queries, done.columns, p.out_pairs, [&](int slot) { return softmax.inverse(slot); });
+  if (done.columns.begin == 0) store_lse(softmax, s_at, p, done.place, done.queries);
 }

@@ -31,6 +31,8 @@ class ForwardMma:
     stages: int
     blocks_per_sm: int
     aligned: bool
+    exact: bool  # the head sizes are the padded ones
+    q_in_registers: bool = False
 
     @property
     def threads(self) -> int:
@@ -38,7 +40,8 @@ class ForwardMma:
 
     def shared_bytes(self, itemsize: int) -> int:
         keys = tile_bytes(self.block_k, self.head_dim, itemsize) + tile_bytes(self.block_k, self.chunk, itemsize)
-        return tile_bytes(self.block_q, self.head_dim, itemsize) + self.stages * keys
+        addresses = 2 * 8
+        return tile_bytes(self.block_q, self.head_dim, itemsize) + self.stages * keys + addresses
 
     def blocks(self, problem: Problem) -> int:
         chunks = tiles(problem.head_dim_v, self.chunk)
@@ -56,10 +59,13 @@ class BackwardMma:
     block_q: int
     block_k: int
     warps: int
+    query_warps: int  # columns of warps in S and dP
     dq_warp_columns: int
     stages: int
+    dout_stages: int
     blocks_per_sm: int
     aligned: bool
+    exact: bool  # the head sizes are the padded ones
 
     @property
     def threads(self) -> int:
@@ -67,9 +73,10 @@ class BackwardMma:
 
     def shared_bytes(self, itemsize: int) -> int:
         keys = tile_bytes(self.block_k, self.head_dim, itemsize) + tile_bytes(self.block_k, self.head_dim_v, itemsize)
-        queries = tile_bytes(self.block_q, self.head_dim, itemsize) + tile_bytes(self.block_q, self.head_dim_v, itemsize)
-        statistics = 2 * 4 * self.block_q
-        return keys + tile_bytes(self.block_k, self.block_q, itemsize) + self.stages * (queries + statistics)
+        queries = tile_bytes(self.block_q, self.head_dim, itemsize) + 2 * 4 * self.block_q
+        dout = tile_bytes(self.block_q, self.head_dim_v, itemsize)
+        scores = (2 if self.query_warps > 1 else 1) * tile_bytes(self.block_k, self.block_q, itemsize)
+        return keys + self.stages * queries + self.dout_stages * dout + scores
 
     def chunks(self, problem: Problem) -> int:
         return max(tiles(problem.head_dim, self.chunk), tiles(problem.head_dim_v, self.chunk_v))
@@ -103,8 +110,6 @@ class BackwardConvert:
 
 # ---- choosing tiles -------------------------------------------------------------------------------------------------
 ITEMSIZE = 2
-#: registers that accumulators and scores may take so that the rest still fits, found with the compiler's reports
-PLAIN_REGISTERS = 192
 
 
 def is_rich(problem: Problem) -> bool:
@@ -112,20 +117,44 @@ def is_rich(problem: Problem) -> bool:
     return any(m.kind in ("score", "mask") for m in problem.modifiers)
 
 
+def forward_registers(problem: Problem, rows: int, aligned: bool) -> int:
+    """Registers that the accumulators, scores and kept queries of a warp with that many rows may take.
+
+    The limits are those below which the compiler's reports show no spill (tests/test_compile_matrix.py).
+    """
+    if rows <= STEP:
+        return 192
+    limit = 128 if is_rich(problem) else 192 if problem.head_dim <= 128 else 160
+    return limit if aligned else min(limit, 152)
+
+
+def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit: int) -> int:
+    """Registers that the accumulators and scores of the backward may take; see `forward_registers`."""
+    if shared_limit <= 64 * 1024:  # sm_75, which copies through registers
+        return 112
+    rows = tile.block_k * tile.query_warps // tile.warps
+    chunked = max(problem.head_dim, problem.head_dim_v) > 128
+    if is_rich(problem):
+        return 128 if chunked else 112 if rows > STEP and tile.query_warps == 1 else 160
+    return 160 if chunked and tile.query_warps == 1 else 192
+
+
 def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardMma:
     """The first tile of the table that fits."""
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
     chunk = chunk_of(head_dim_v, MAX_CHUNK, STEP)
+    head_dim_v = padded(head_dim_v, chunk)
     for tile in tuning.FORWARD_MMA:
         rows = tile.block_q // tile.warps
         if tile.block_q > 64 and problem.seq_q <= 64:
             continue
-        limit = 128 if is_rich(problem) and rows > STEP else PLAIN_REGISTERS
-        if rows * (chunk + tile.block_k) // 32 > limit:
+        queries = head_dim // 2 if tile.q_in_registers else 0
+        needed = rows * (chunk + tile.block_k + queries) // 32
+        if needed > forward_registers(problem, rows, aligned):
             continue
         config = ForwardMma(
             head_dim=head_dim,
-            head_dim_v=padded(head_dim_v, chunk),
+            head_dim_v=head_dim_v,
             chunk=chunk,
             block_q=tile.block_q,
             block_k=tile.block_k,
@@ -133,6 +162,8 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardMma:
             stages=tile.stages,
             blocks_per_sm=tile.blocks_per_sm,
             aligned=aligned,
+            exact=(head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v),
+            q_in_registers=tile.q_in_registers,
         )
         if fits(config, shared_limit):
             return config
@@ -143,30 +174,34 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardMma:
     """The first tile of the table that fits; more than 256 columns of dK and dV together are computed in chunks."""
     step = STEP if max(problem.head_dim, problem.head_dim_v) <= STEP else 2 * STEP
     head_dim, head_dim_v = padded(problem.head_dim, step), padded(problem.head_dim_v, step)
-    limit = 128 if head_dim + head_dim_v > 256 else max(head_dim, head_dim_v)
-    chunk, chunk_v = chunk_of(head_dim, limit, step), chunk_of(head_dim_v, limit, step)
-    for tile in tuning.BACKWARD_MMA:
-        rows = tile.block_k // tile.warps
-        if rows * (chunk + chunk_v + 2 * tile.block_q) // 32 > (160 if is_rich(problem) else PLAIN_REGISTERS):
-            continue
-        columns = dq_warp_columns(tile, chunk)
-        if columns is None:
-            continue
-        config = BackwardMma(
-            head_dim=padded(head_dim, chunk),
-            head_dim_v=padded(head_dim_v, chunk_v),
-            chunk=chunk,
-            chunk_v=chunk_v,
-            block_q=tile.block_q,
-            block_k=tile.block_k,
-            warps=tile.warps,
-            dq_warp_columns=columns,
-            stages=tile.stages,
-            blocks_per_sm=tile.blocks_per_sm,
-            aligned=aligned,
-        )
-        if fits(config, shared_limit):
-            return config
+    for limit in (128, 64) if head_dim + head_dim_v > 256 else (max(head_dim, head_dim_v),):
+        chunk, chunk_v = chunk_of(head_dim, limit, step), chunk_of(head_dim_v, limit, step)
+        for tile in tuning.BACKWARD_MMA:
+            accumulators = tile.block_k * (chunk + chunk_v + 2 * tile.block_q) // (32 * tile.warps)
+            if accumulators > backward_registers(problem, tile, shared_limit):
+                continue
+            columns = dq_warp_columns(tile, chunk)
+            if columns is None or chunk % (STEP * tile.query_warps) or chunk_v % (STEP * tile.query_warps):
+                continue
+            padded_sizes = padded(head_dim, chunk), padded(head_dim_v, chunk_v)
+            config = BackwardMma(
+                head_dim=padded_sizes[0],
+                head_dim_v=padded_sizes[1],
+                chunk=chunk,
+                chunk_v=chunk_v,
+                block_q=tile.block_q,
+                block_k=tile.block_k,
+                warps=tile.warps,
+                query_warps=tile.query_warps,
+                dq_warp_columns=columns,
+                stages=tile.stages,
+                dout_stages=tile.dout_stages,
+                blocks_per_sm=tile.blocks_per_sm,
+                aligned=aligned,
+                exact=padded_sizes == (problem.head_dim, problem.head_dim_v),
+            )
+            if fits(config, shared_limit):
+                return config
     raise too_large("backward", problem, shared_limit)
 
 

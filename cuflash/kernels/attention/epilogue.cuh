@@ -6,8 +6,8 @@
 // Rows of an accumulator times a factor per row, rounded, into global memory.  Fragment elements 2j and 2j + 1 are
 // neighbours in a row; `pairs` tells that two such elements may be written by one aligned store.
 template <class Fragment, class T, class Factor>
-__device__ __forceinline__ void store_rows(const Real (&x)[Fragment::kSize], const Fragment& f, Matrix<T> to, Range rows,
-                                           Range columns, bool pairs, Factor factor) {
+__device__ __forceinline__ void store_rows(const Real (&x)[Fragment::kSize], const Fragment& f, Matrix<T> to,
+                                           Range rows, Range columns, bool pairs, Factor factor) {
 #pragma unroll
   for (int i = 0; i < Fragment::kSize; i += 2) {
     const int r = rows.begin + f.row(Fragment::slot(i)), c = columns.begin + f.column(i);
@@ -23,8 +23,8 @@ __device__ __forceinline__ void store_rows(const Real (&x)[Fragment::kSize], con
 }
 
 template <class Fragment>
-__device__ __forceinline__ void store_lse(const OnlineSoftmax<Fragment>& softmax, const Fragment& f, const Params& p, const Place& place,
-                                          Range rows) {
+__device__ __forceinline__ void store_lse(const OnlineSoftmax<Fragment>& softmax, const Fragment& f, const Params& p,
+                                          const Place& place, Range rows) {
   if (!p.lse.data || !f.leads_row()) return;
   Real* lse = static_cast<Real*>(p.lse.data) + place.offset(p.lse);
 #pragma unroll
@@ -36,8 +36,9 @@ __device__ __forceinline__ void store_lse(const OnlineSoftmax<Fragment>& softmax
 
 // Gradient of an additive operand: its axes of stride 0 are sums.
 template <class Fragment>
-__device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::kSize], const Fragment& f, const View& view,
-                                                     const Params& p, const Place& place, Corner corner) {
+__device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::kSize], const Fragment& f,
+                                                     const View& view, const Params& p, const Place& place,
+                                                     Corner corner) {
   typedef Positions<Fragment> At;
   if (!view.data) return;
   Real* to = static_cast<Real*>(view.data) + place.offset(view);

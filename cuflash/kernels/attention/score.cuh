@@ -9,9 +9,7 @@
 #include "attention/mask.cuh"
 
 // Positions of a tile's corner.
-struct Corner {
-  int q, k;
-};
+struct Corner { int q, k; };
 
 template <class Fragment> struct Positions {
   static __device__ __forceinline__ int q(const Fragment& f, Corner corner, int i) {
@@ -68,8 +66,10 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
       if (!seen) {
         s[i] = -infinity<Real>();
       } else if constexpr (!Score::kIdentity) {
-        if constexpr (kWithSlope && Score::kHasSlope) s[i] = Score::apply_with_slope(p, place, q, k, s[i] * p.scale, slopes.slot(i));
-        else s[i] = Score::apply(p, place, q, k, s[i] * p.scale);
+        if constexpr (kWithSlope && Score::kHasSlope)
+          s[i] = Score::apply_with_slope(p, place, q, k, s[i] * p.scale, slopes.slot(i));
+        else
+          s[i] = Score::apply(p, place, q, k, s[i] * p.scale);
       }
     }
   } else if (!open) {

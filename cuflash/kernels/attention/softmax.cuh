@@ -47,11 +47,15 @@ template <class Fragment> struct OnlineSoftmax {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) o[i] *= alpha[Accumulator::slot(i)];
     }
+    // Wide elements subtract before they multiply, which is exact near the maximum however large the scores are.
+    constexpr bool kSubtractFirst = sizeof(Element) >= 4;
 #pragma unroll
-    for (int slot = 0; slot < Fragment::kSlots; ++slot) shift[slot] = m[slot] == -infinity<Real>() ? Real(0) : m[slot] * p.softmax_scale;
+    for (int slot = 0; slot < Fragment::kSlots; ++slot)
+      shift[slot] = m[slot] == -infinity<Real>() ? Real(0) : kSubtractFirst ? m[slot] : m[slot] * p.softmax_scale;
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) {
-      s[i] = exp2_of(fma_of(s[i], p.softmax_scale, -shift[Fragment::slot(i)]));
+      const Real base = shift[Fragment::slot(i)];
+      s[i] = exp2_of(kSubtractFirst ? (s[i] - base) * p.softmax_scale : fma_of(s[i], p.softmax_scale, -base));
       l[Fragment::slot(i)] += s[i];
     }
   }
@@ -64,7 +68,8 @@ template <class Fragment> struct OnlineSoftmax {
   // A row that saw nothing has the output 0 and lse = -inf.
   __device__ __forceinline__ Real inverse(int slot) const { return l[slot] == Real(0) ? Real(0) : Real(1) / l[slot]; }
   __device__ __forceinline__ Real lse(int slot, const Params& p) const {
-    return l[slot] == Real(0) ? -infinity<Real>() : fma_of(m[slot], p.softmax_scale * Real(0.6931471805599453), log_of(l[slot]));
+    return l[slot] == Real(0) ? -infinity<Real>()
+                              : fma_of(m[slot], p.softmax_scale * Real(0.6931471805599453), log_of(l[slot]));
   }
 };
 
@@ -83,4 +88,6 @@ __device__ __forceinline__ Real probability(Real s, Real shift, const Params& p)
   return exp2_of(min_or_nan(fma_of(s, p.softmax_scale, -shift), Real(0)));
 }
 // Gradient of the score that enters the softmax.
-__device__ __forceinline__ Real score_gradient(Real probability, Real dp, Real delta) { return probability * (dp - delta); }
+__device__ __forceinline__ Real score_gradient(Real probability, Real dp, Real delta) {
+  return probability * (dp - delta);
+}

@@ -30,7 +30,7 @@ template <class Element> __device__ __forceinline__ void copy_chunk(Element* to,
     chunk = *reinterpret_cast<const uint4*>(from);
   } else {
     Element* parts = reinterpret_cast<Element*>(&chunk);
-#pragma unroll
+#  pragma unroll
     for (int i = 0; i < kChunk; ++i)
       if (i < present) parts[i] = from[i];
   }
@@ -40,22 +40,24 @@ template <class Element> __device__ __forceinline__ void copy_chunk(Element* to,
 
 // Rows [first, first + kRows) of `from`; those outside `valid` and the columns from `columns` on read as zero.
 template <int kThreads, bool kAligned, int kRows, int kColumns, class Element, class Source, class Rows>
-__device__ __forceinline__ void copy_tile(SharedTile<kRows, kColumns, Element>& to, const Source& from, int first, Rows valid, int columns) {
+__device__ __forceinline__ void copy_tile(SharedTile<kRows, kColumns, Element>& to, const Source& from, int first,
+                                          Rows valid, int columns) {
   constexpr int kChunk = 16 / sizeof(Element);
   if constexpr (kAligned) {
     // A power of two of threads per row, so that each thread keeps its column and walks down the rows.
     constexpr int kLanes = power_of_two_from(kColumns / kChunk);
     constexpr int kStep = kThreads / kLanes;
     static_assert(kThreads % kLanes == 0, "a row has more chunks than the block has threads");
-    const int column = int(threadIdx.x) % kLanes * kChunk;
+    const int thread = threadIdx.x;
+    const int column = thread % kLanes * kChunk;
     const int present = min(max(columns - column, 0), kChunk);
     if (kLanes * kChunk != kColumns && column >= kColumns) return;
-    int at = first + int(threadIdx.x) / kLanes;
+    int at = first + thread / kLanes;
     const Element* source = from.data + at * from.row + column;
-    Element* target = to.at(int(threadIdx.x) / kLanes, column);
+    Element* target = to.at(thread / kLanes, column);
 #pragma unroll
     for (int row = 0; row < kRows; row += kStep) {
-      if (kRows % kStep != 0 && row + int(threadIdx.x) / kLanes >= kRows) break;
+      if (kRows % kStep != 0 && row + thread / kLanes >= kRows) break;
       copy_chunk(target + row * to.kPitch, source, at >= valid.begin && at < valid.end ? present : 0);
       at += kStep;
       source += kStep * from.row;
@@ -71,9 +73,17 @@ __device__ __forceinline__ void copy_tile(SharedTile<kRows, kColumns, Element>& 
 }
 
 // A contiguous array of kLength items whose address is a multiple of 16 bytes, as is its size.
-template <int kThreads, class Item, int kLength> __device__ __forceinline__ void copy_line(Item (&to)[kLength], const Item* from) {
+template <int kThreads, class Item, int kLength> __device__ __forceinline__ void copy_line(Item (&to)[kLength],
+                                                                                           const Item* from) {
   constexpr int kPieces = kLength * int(sizeof(Item)) / 16;
   static_assert(kLength * sizeof(Item) % 16 == 0, "whole 16-byte pieces only");
   for (int i = int(threadIdx.x); i < kPieces; i += kThreads)
     copy_chunk(reinterpret_cast<float*>(to) + 4 * i, reinterpret_cast<const float*>(from) + 4 * i, 4);
+}
+
+// Two neighbours in shared memory by one 16-byte load.
+template <class Item> struct alignas(16) Pair { Item first, second; };
+template <class Item> __device__ __forceinline__ Pair<Item> load_pair(const Item* from) {
+  static_assert(sizeof(Pair<Item>) == 16, "one load");
+  return *reinterpret_cast<const Pair<Item>*>(from);
 }

@@ -16,7 +16,9 @@ template <int kTilesRow, int kTilesColumn, bool kIsTransposed = false> struct Mm
       : first_row(row + int(threadIdx.x) % 32 / 4), first_column(column + int(threadIdx.x) % 4 * 2) {}
 
   static __device__ __forceinline__ constexpr int slot(int i) { return i / (4 * kTilesColumn) * 2 + i / 2 % 2; }
-  static __device__ __forceinline__ constexpr int block(int tile_row, int tile_column) { return (tile_row * kTilesColumn + tile_column) * 4; }
+  static __device__ __forceinline__ constexpr int block(int tile_row, int tile_column) {
+    return (tile_row * kTilesColumn + tile_column) * 4;
+  }
   __device__ __forceinline__ int row(int slot) const { return first_row + slot / 2 * 16 + slot % 2 * 8; }
   __device__ __forceinline__ int column(int i) const { return first_column + i / 4 % kTilesColumn * 8 + i % 2; }
   // One of the four lanes that share a row.

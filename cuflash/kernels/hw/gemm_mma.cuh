@@ -38,67 +38,106 @@ __device__ __forceinline__ void pack_a(u32 (&a)[4], const float (&x)[Fragment::k
   }
 }
 
-// Both operands with the contraction along their rows: c += A Bᵀ.
-template <int kDepth, class Fragment, class Element, class TileA, class TileB>
-__device__ __forceinline__ void gemm_rows_rows(float (&c)[Fragment::kSize], TileA& a_tile, int a_row, TileB& b_tile, int b_row) {
+// A of every step of a contraction of kDepth, kept in registers.
+template <int kDepth, class Fragment> struct OperandA {
+  u32 step[kDepth / 16][Fragment::kRowBlocks][4];
+
+  template <class Tile> __device__ __forceinline__ void load(Tile& tile, int row) {
 #pragma unroll
-  for (int k = 0; k < kDepth; k += 16) {
-    u32 a[Fragment::kRowBlocks][4];
+    for (int k = 0; k < kDepth; k += 16)
 #pragma unroll
-    for (int r = 0; r < Fragment::kRowBlocks; ++r) load_a_rows(a[r], a_tile, a_row + 16 * r, k);
+      for (int r = 0; r < Fragment::kRowBlocks; ++r) load_a_rows(step[k / 16][r], tile, row + 16 * r, k);
+  }
+};
+
+// One step: A in registers, B's contraction along its rows.
+template <class Fragment, class Element, class TileB>
+__device__ __forceinline__ void step_rows(float (&c)[Fragment::kSize], const u32 (&a)[Fragment::kRowBlocks][4],
+                                          TileB& b_tile, int b_row, int k) {
 #pragma unroll
-    for (int j = 0; j < Fragment::kColumnBlocks; j += 2) {
-      u32 b[4];
-      load_b_rows(b, b_tile, b_row + 8 * j, k);
+  for (int j = 0; j < Fragment::kColumnBlocks; j += 2) {
+    u32 b[4];
+    load_b_rows(b, b_tile, b_row + 8 * j, k);
 #pragma unroll
-      for (int r = 0; r < Fragment::kRowBlocks; ++r) {
-        mma_m16n8k16<Element>(c + Fragment::block(r, j), a[r], b[0], b[1]);
-        mma_m16n8k16<Element>(c + Fragment::block(r, j + 1), a[r], b[2], b[3]);
-      }
+    for (int r = 0; r < Fragment::kRowBlocks; ++r) {
+      mma_m16n8k16<Element>(c + Fragment::block(r, j), a[r], b[0], b[1]);
+      mma_m16n8k16<Element>(c + Fragment::block(r, j + 1), a[r], b[2], b[3]);
+    }
+  }
+}
+// One step: A in registers, B's contraction down its columns.
+template <class Fragment, class Element, class TileB>
+__device__ __forceinline__ void step_columns(float (&c)[Fragment::kSize], const u32 (&a)[Fragment::kRowBlocks][4],
+                                             TileB& b_tile, int b_column, int k) {
+#pragma unroll
+  for (int j = 0; j < Fragment::kColumnBlocks; j += 2) {
+    u32 b[4];
+    load_b_columns(b, b_tile, b_column + 8 * j, k);
+#pragma unroll
+    for (int r = 0; r < Fragment::kRowBlocks; ++r) {
+      mma_m16n8k16<Element>(c + Fragment::block(r, j), a[r], b[0], b[1]);
+      mma_m16n8k16<Element>(c + Fragment::block(r, j + 1), a[r], b[2], b[3]);
     }
   }
 }
 
+// Both operands with the contraction along their rows: c += A Bᵀ.  Unrolled whole, the compiler loads far ahead; where
+// registers are full, two steps at a time keep it from spilling for that.
+template <int kDepth, class Fragment, class Element, int kUnroll = kDepth / 16, class TileA, class TileB>
+__device__ __forceinline__ void gemm_rows_rows(float (&c)[Fragment::kSize], TileA& a_tile, int a_row, TileB& b_tile,
+                                               int b_row) {
+#pragma unroll kUnroll
+  for (int k = 0; k < kDepth; k += 16) {
+    u32 a[Fragment::kRowBlocks][4];
+#pragma unroll
+    for (int r = 0; r < Fragment::kRowBlocks; ++r) load_a_rows(a[r], a_tile, a_row + 16 * r, k);
+    step_rows<Fragment, Element>(c, a, b_tile, b_row, k);
+  }
+}
+// The same with A in registers.
+template <int kDepth, class Fragment, class Element, class TileB>
+__device__ __forceinline__ void gemm_operand_rows(float (&c)[Fragment::kSize], const OperandA<kDepth, Fragment>& a,
+                                                  TileB& b_tile, int b_row) {
+#pragma unroll
+  for (int k = 0; k < kDepth; k += 16) step_rows<Fragment, Element>(c, a.step[k / 16], b_tile, b_row, k);
+}
+
 // A from an accumulator, B with the contraction down its columns: c += A B.
 template <class FragmentA, class Fragment, class Element, class TileB>
-__device__ __forceinline__ void gemm_registers_columns(float (&c)[Fragment::kSize], const float (&x)[FragmentA::kSize], TileB& b_tile,
-                                                       int b_column) {
+__device__ __forceinline__ void gemm_registers_columns(float (&c)[Fragment::kSize], const float (&x)[FragmentA::kSize],
+                                                       TileB& b_tile, int b_column) {
 #pragma unroll
   for (int step = 0; step < FragmentA::kColumnBlocks / 2; ++step) {
     u32 a[Fragment::kRowBlocks][4];
 #pragma unroll
     for (int r = 0; r < Fragment::kRowBlocks; ++r) pack_a<FragmentA, Element>(a[r], x, r, step);
+    step_columns<Fragment, Element>(c, a, b_tile, b_column, 16 * step);
+  }
+}
+
+// A with the contraction along its rows, B down its columns: c += A B.
+template <int kDepth, class Fragment, class Element, class TileA, class TileB>
+__device__ __forceinline__ void gemm_rows_columns(float (&c)[Fragment::kSize], TileA& a_tile, int a_row, TileB& b_tile,
+                                                  int b_column) {
 #pragma unroll
-    for (int j = 0; j < Fragment::kColumnBlocks; j += 2) {
-      u32 b[4];
-      load_b_columns(b, b_tile, b_column + 8 * j, 16 * step);
+  for (int k = 0; k < kDepth; k += 16) {
+    u32 a[Fragment::kRowBlocks][4];
 #pragma unroll
-      for (int r = 0; r < Fragment::kRowBlocks; ++r) {
-        mma_m16n8k16<Element>(c + Fragment::block(r, j), a[r], b[0], b[1]);
-        mma_m16n8k16<Element>(c + Fragment::block(r, j + 1), a[r], b[2], b[3]);
-      }
-    }
+    for (int r = 0; r < Fragment::kRowBlocks; ++r) load_a_rows(a[r], a_tile, a_row + 16 * r, k);
+    step_columns<Fragment, Element>(c, a, b_tile, b_column, k);
   }
 }
 
 // Both operands with the contraction down their columns: c += Aᵀ B.
 template <int kDepth, class Fragment, class Element, class TileA, class TileB>
-__device__ __forceinline__ void gemm_columns_columns(float (&c)[Fragment::kSize], TileA& a_tile, int a_column, TileB& b_tile, int b_column) {
+__device__ __forceinline__ void gemm_columns_columns(float (&c)[Fragment::kSize], TileA& a_tile, int a_column,
+                                                     TileB& b_tile, int b_column) {
 #pragma unroll
   for (int k = 0; k < kDepth; k += 16) {
     u32 a[Fragment::kRowBlocks][4];
 #pragma unroll
     for (int r = 0; r < Fragment::kRowBlocks; ++r) load_a_columns(a[r], a_tile, a_column + 16 * r, k);
-#pragma unroll
-    for (int j = 0; j < Fragment::kColumnBlocks; j += 2) {
-      u32 b[4];
-      load_b_columns(b, b_tile, b_column + 8 * j, k);
-#pragma unroll
-      for (int r = 0; r < Fragment::kRowBlocks; ++r) {
-        mma_m16n8k16<Element>(c + Fragment::block(r, j), a[r], b[0], b[1]);
-        mma_m16n8k16<Element>(c + Fragment::block(r, j + 1), a[r], b[2], b[3]);
-      }
-    }
+    step_columns<Fragment, Element>(c, a, b_tile, b_column, k);
   }
 }
 

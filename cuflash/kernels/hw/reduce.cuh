@@ -2,9 +2,7 @@
 #pragma once
 #include "hw/ptx.cuh"
 
-template <class Element> struct alignas(16) Chunk {
-  Element at[16 / sizeof(Element)];
-};
+template <class Element> struct alignas(16) Chunk { Element at[16 / sizeof(Element)]; };
 
 // Over groups of kLanes lanes (a power of two); all 32 lanes take part.
 template <int kLanes, class Real> __device__ __forceinline__ Real sum_over_lanes(Real x) {
@@ -18,17 +16,22 @@ template <int kLanes, class Real> __device__ __forceinline__ Real sum_over_lanes
 template <int kThreads, int kBlocks> struct SumTile {
   static constexpr int kSize = kThreads * kBlocks * 4;
 #if __CUDA_ARCH__ >= 900
-  static __device__ __forceinline__ int offset(int block, int thread, int r) { return (block * kThreads + thread) * 4 + r; }
+  static __device__ __forceinline__ int offset(int block, int thread, int r) {
+    return (block * kThreads + thread) * 4 + r;
+  }
 #else
-  static __device__ __forceinline__ int offset(int block, int thread, int r) { return (block * 4 + r) * kThreads + thread; }
+  static __device__ __forceinline__ int offset(int block, int thread, int r) {
+    return (block * 4 + r) * kThreads + thread;
+  }
 #endif
   static __device__ __forceinline__ void add(float* tile, const float (&x)[kBlocks * 4]) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #if __CUDA_ARCH__ >= 900
-      red_add_v4(tile + offset(block, threadIdx.x, 0), x[4 * block], x[4 * block + 1], x[4 * block + 2], x[4 * block + 3]);
+      red_add_v4(tile + offset(block, threadIdx.x, 0), x[4 * block], x[4 * block + 1], x[4 * block + 2],
+                 x[4 * block + 3]);
 #else
-#pragma unroll
+#  pragma unroll
       for (int r = 0; r < 4; ++r) atomicAdd(tile + offset(block, threadIdx.x, r), x[4 * block + r]);
 #endif
     }
