@@ -1,0 +1,19 @@
+// After the backward of the simt schedule: dq = scale · the sums, in the caller's strides.
+//
+// The sums lie row by row, (batch, heads_q, rows_padded, dq_width).
+#include "variant.cuh"  // generated: Config, Params, modifiers
+
+static_assert(Config::kSharedBytes == 0, "schedules/rows.py disagrees");
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(const __grid_constant__ Params p) {
+  const i64 line = i64(blockIdx.x) * Config::kRows + threadIdx.x / Config::kLanes;
+  if (line >= i64(p.batch_size) * p.heads_q * p.seq_q) return;
+  const int row = int(line % p.seq_q), index = int(line / p.seq_q);
+  Place place;
+  place.set_head(p, index % p.heads_q);
+  place.set_batch(p, index / p.heads_q);
+  const Real* sums = static_cast<const Real*>(p.dq_sum) + (i64(index) * p.rows_padded + row) * p.dq_width;
+  const Matrix<Element> dq = matrix<Element>(p.dq, place.offset(p.dq));
+  for (int c = threadIdx.x % Config::kLanes; c < p.head_dim; c += Config::kLanes)
+    *dq.at(row, c) = Rounded<Element>::of(sums[c] * p.scale);
+}

@@ -1,0 +1,381 @@
+"""Host side of forward_simt.cu and backward_simt.cu: float32 and float64 on every architecture.
+
+Products are scalar multiply-adds; the forward's float64 products run on tensor cores where there are any (sm_80 and later).
+
+A warp is a grid of lanes, `lane_rows` rows of ``32 / lane_rows``, and a thread holds a small block of every product.  What
+bounds such a product is how often a thread must go to shared memory: a block of r x c results needs r + c vector loads for
+every r * c * (elements in a vector) multiply-adds.  `forward` and `backward` search for the tile that this count makes
+fastest among those that fit; the formulas for pitches are those of ``kernels/hw/gemm_simt.cuh``, and a static assertion in each
+kernel compares the size of shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+
+from cuflash.errors import UnsupportedError
+from cuflash.problem import Problem
+from cuflash.schedules.base import padded, tiles
+from cuflash.schedules.rows import BackwardConvertSimt
+
+ALL_BANKS = 128  # bytes that one pass over the banks of shared memory moves
+VECTOR = 16  # bytes of the widest load
+RESERVED = 1024  # bytes of shared memory that the system keeps for itself, for each block
+LATENCY = 1000  # cycles of an SM that a tile is on its way
+WITHOUT_TENSOR = (
+    64 * 1024
+)  # bytes of shared memory of a block on sm_75; what has more multiplies float64 on tensor cores
+WARPS = 8  # of an SM: each may then use every register the instruction set can name
+REGISTERS = 255
+ADDRESSES = 36  # registers a thread needs besides its blocks of numbers: seen in builds of CUDA 13, as is the next
+MODIFIER = 20  # and for each modifier that looks at single scores
+
+
+def odd_pitch(length: int, itemsize: int) -> int:
+    """Pitch of rows that are read as vectors: an odd number of vectors."""
+    vector = VECTOR // itemsize
+    return (tiles(length, vector) | 1) * vector
+
+
+def scatter_pitch(length: int, lane_columns: int, itemsize: int) -> int:
+    """Pitch of rows that lanes write element by element: rows that meet in one pass start in different banks."""
+    banks = ALL_BANKS // itemsize
+    return length + (min(lane_columns, banks // 2) - length) % banks
+
+
+def pair_pitch(length: int) -> int:
+    """Pitch of float64 rows that four lanes read as pairs: two rows that follow each other fill all banks."""
+    return length + (24 - length) % 16
+
+
+@dataclass(frozen=True)
+class ForwardSimt:
+    """Constants of forward_simt.cu; a warp owns ``lane_rows * thread_rows`` queries."""
+
+    head_dim: int  # padded to a multiple of 8
+    head_dim_v: int  # padded to a multiple of 2 columns for each column of lanes
+    block_k: int
+    warps: int
+    lane_rows: int
+    thread_rows: int
+    blocks_per_sm: int
+    aligned: bool
+    tensor: bool = False  # float64 on tensor cores
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a block."""
+        return self.warps * self.lane_rows * self.thread_rows
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared_bytes(self, itemsize: int) -> int:
+        if self.tensor:
+            pitch, pitch_v, probabilities = pair_pitch(self.head_dim), self.head_dim_v + 2 - self.head_dim_v % -8, 0
+        else:
+            pitch, pitch_v = odd_pitch(self.head_dim, itemsize), self.head_dim_v
+            probabilities = self.block_q * scatter_pitch(self.block_k, 32 // self.lane_rows, itemsize)
+        return ((self.block_q + self.block_k) * pitch + self.block_k * pitch_v + probabilities) * itemsize
+
+    def blocks(self, problem: Problem) -> int:
+        return tiles(problem.seq_q, self.block_q) * problem.heads_q * problem.batch_size
+
+
+@dataclass(frozen=True)
+class BackwardSimt:
+    """Constants of backward_simt.cu.
+
+    Three products spread over the block's warps and lanes in three ways: scores (queries x keys) and gradients of keys and
+    values (keys x columns) over half of the warps, gradients of queries (queries x columns) over all.  ``*_warp_rows`` and
+    ``*_lane_rows`` count the rows of each.
+    """
+
+    head_dim: int  # padded to a multiple of 2 columns for each column of lanes, of keys and of queries
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    warps: int
+    score_warp_rows: int
+    score_lane_rows: int
+    key_warp_rows: int
+    key_lane_rows: int
+    query_warp_rows: int
+    query_lane_rows: int
+    blocks_per_sm: int
+    aligned: bool
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def dq_width(self) -> int:
+        """Columns of the row-major sums of dQ."""
+        return self.head_dim
+
+    def shared_bytes(self, itemsize: int) -> int:
+        pitches = odd_pitch(self.head_dim, itemsize) + odd_pitch(self.head_dim_v, itemsize)
+        elements = (self.block_q + self.block_k) * pitches
+        elements += 2 * self.block_q * scatter_pitch(self.block_k, 32 // self.score_lane_rows, itemsize)
+        return elements * itemsize
+
+    def blocks(self, problem: Problem) -> int:
+        return tiles(problem.seq_k, self.block_k) * problem.heads_k * problem.batch_size
+
+
+# ---- the choice of a tile ----------------------------------------------------------------------------------------------
+# A block of r x c results that a thread holds, and what one step of a product through it costs: cycles of an SM for one warp.
+
+
+@dataclass(frozen=True)
+class ThreadTile:
+    """Rows and columns of one thread in one product."""
+
+    rows: int
+    columns: int
+    itemsize: int
+
+    @property
+    def registers(self) -> int:
+        return self.rows * self.columns * self.itemsize // 4
+
+    @property
+    def vector(self) -> int:
+        """Elements of a load."""
+        return VECTOR // self.itemsize
+
+    def runs(self, count: int) -> float:
+        """Loads for `count` elements of a row, read in runs of neighbours."""
+        return count / (self.vector if count % self.vector == 0 else 2 if count % 2 == 0 else 1)
+
+    def time(self, loads: float) -> float:
+        """For `loads` and a vector's depth of multiply-adds, which overlap; the shorter part not entirely.
+
+        An SM multiplies 128 lanes of float32 or 64 of float64 in a cycle; a warp's load takes 2 passes.
+        """
+        arithmetic = self.rows * self.columns * self.vector / (4 if self.itemsize == 4 else 2)
+        return max(arithmetic, 2 * loads) + min(arithmetic, 2 * loads) / 4
+
+    def along_rows(self) -> tuple[float, int]:
+        """Both operands vectors along the contraction: time for each element of depth, registers of the operands."""
+        return self.time(self.rows + self.columns) / self.vector, 4 * self.columns + 8
+
+    def along_left(self) -> tuple[float, int]:
+        """The left operand along the contraction, the right one across."""
+        loads = self.rows + self.vector * self.runs(self.columns)
+        return self.time(loads) / self.vector, 4 * self.rows + self.columns * self.itemsize // 4
+
+    def across(self) -> tuple[float, int]:
+        """Both operands across the contraction."""
+        loads = self.vector * (self.runs(self.rows) + self.runs(self.columns))
+        return self.time(loads) / self.vector, 2 * (self.rows + self.columns) * self.itemsize // 4
+
+
+def resident(warps: int, shared_bytes: int, shared_limit: int) -> int:
+    """Blocks of an SM that registers and shared memory admit; `shared_limit` is that of one block."""
+    return max(1, min(WARPS // warps, (shared_limit + RESERVED) // (shared_bytes + RESERVED)))
+
+
+def idle(warps: int, blocks: int) -> float:
+    """Factor for too few warps to hide latencies."""
+    return 1 + (WARPS / (warps * blocks) - 1) / 2
+
+
+def convert(main: BackwardSimt) -> BackwardConvertSimt:
+    """The kernel that brings the sums of dq into the caller's strides; they are row-major whatever the tile of `main`."""
+    return BackwardConvertSimt()
+
+
+def modifier_registers(problem: Problem) -> int:
+    """Registers that the score modifiers and masks of a call take."""
+    return MODIFIER * sum(m.kind != "range" for m in problem.modifiers) * (2 if problem.dtype == "float64" else 1)
+
+
+def longest(seq: int) -> int:
+    """Largest tile worth having for a length; coarse, so that few lengths bring a new kernel."""
+    return max(16, 1 << (seq - 1).bit_length())
+
+
+def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardSimt:
+    """The forward's tile; `shared_limit` is a block's, in bytes; `aligned` tells that q, k and v admit vectors."""
+    tensor = shared_limit > WITHOUT_TENSOR
+    limits = (longest(problem.seq_q), modifier_registers(problem), shared_limit, aligned)
+    if problem.dtype == "float64" and tensor:
+        found = best_tensor_forward(problem.head_dim, problem.head_dim_v, *limits)
+        if found is not None:
+            return found
+    return best_forward(problem.head_dim, problem.head_dim_v, 8 if problem.dtype == "float64" else 4, *limits)
+
+
+@cache
+def best_tensor_forward(
+    head_dim: int, head_dim_v: int, max_q: int, modifiers: int, shared_limit: int, aligned: bool
+) -> ForwardSimt | None:
+    """The fastest by estimate of the tiles whose products are mma.m16n8k8, or None: 16 rows of values must fit a warp."""
+    best: tuple[float, ForwardSimt] | None = None
+    width = padded(head_dim_v, 8)
+    for row_blocks, block_k, warps in product((1, 2), (64, 48, 32, 24, 16, 8), (8, 4, 2, 1)):
+        config = ForwardSimt(padded(head_dim, 8), width, block_k, warps, 8, 2 * row_blocks, 1, aligned, tensor=True)
+        registers = row_blocks * (width + block_k + 8) + 24 + ADDRESSES + min(modifiers // 3, 28)
+        shared_bytes = config.shared_bytes(8)
+        if registers > REGISTERS or shared_bytes > shared_limit or (config.block_q > max_q and warps * row_blocks > 1):
+            continue
+        # Cycles: 8 for an mma; 4 for a load of pairs; per exponential about 25 multiply-adds.
+        scores = config.head_dim / 8 * max(8 * row_blocks * block_k / 8, 8 * row_blocks + 4 * block_k / 8)
+        out = block_k / 8 * max(8 * row_blocks * width / 8, 4 * width / 8)
+        blocks = resident(warps, shared_bytes, shared_limit)
+        arrival = LATENCY / (warps * blocks)
+        time = max(scores, arrival) + max(out + row_blocks * block_k * 16 * 25 / 64, arrival) + 50
+        time *= idle(warps, blocks) / (row_blocks * block_k)
+        if best is None or time < best[0]:
+            best = time, replace(config, blocks_per_sm=blocks)
+    return None if best is None else best[1]
+
+
+@cache
+def best_forward(
+    head_dim: int, head_dim_v: int, itemsize: int, max_q: int, modifiers: int, shared_limit: int, aligned: bool
+) -> ForwardSimt:
+    """The fastest by estimate of the tiles that fit."""
+    best: tuple[float, ForwardSimt] | None = None
+    least = None
+    for lane_rows, rows, keys, warps in product((8, 4, 2), (8, 4, 2, 1), (8, 6, 4, 3, 2, 1), (8, 4, 2, 1)):
+        lane_columns = 32 // lane_rows
+        width, block_k = padded(head_dim_v, 2 * lane_columns), keys * lane_columns
+        scores, out = ThreadTile(rows, keys, itemsize), ThreadTile(rows, width // lane_columns, itemsize)
+        if block_k % scores.vector:
+            continue
+        config = ForwardSimt(padded(head_dim, 8), width, block_k, warps, lane_rows, rows, 1, aligned)
+        shared_bytes = config.shared_bytes(itemsize)
+        least = min(least or shared_bytes, shared_bytes)
+        (score_time, score_operands), (out_time, out_operands) = scores.along_rows(), out.along_left()
+        registers = out.registers + max(scores.registers + max(score_operands, 2 * rows + modifiers), out_operands)
+        registers += ADDRESSES + 2 * rows * itemsize // 4
+        if shared_bytes > shared_limit or registers > REGISTERS:
+            continue
+        if config.block_q > max_q and (warps, rows) != (1, 1):
+            continue
+        blocks = resident(warps, shared_bytes, shared_limit)
+        copies = block_k * (config.head_dim + width) / (scores.vector if aligned else 1) / (32 * warps)
+        arrival, softmax = LATENCY / (warps * blocks), rows * (3 * keys + 15) * itemsize / 4
+        time = max(config.head_dim * score_time, arrival) + max(block_k * out_time + softmax, arrival) + 3 * copies
+        time *= idle(warps, blocks) / (rows * lane_rows * block_k)
+        if best is None or time < best[0]:
+            best = time, replace(config, blocks_per_sm=blocks)
+    if best is None and modifiers:  # rather a few spills than nothing
+        return best_forward(head_dim, head_dim_v, itemsize, max_q, 0, shared_limit, aligned)
+    if best is None:
+        raise too_large("forward", head_dim, head_dim_v, itemsize, shared_limit, least)
+    return best[1]
+
+
+def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardSimt:
+    """The backward's tile; as `forward`, with dout among the arrays that must admit vectors."""
+    itemsize = 8 if problem.dtype == "float64" else 4
+    return best_backward(
+        problem.head_dim,
+        problem.head_dim_v,
+        itemsize,
+        longest(problem.seq_q),
+        longest(problem.seq_k),
+        problem.modifier("softcap") is not None,
+        modifier_registers(problem),
+        shared_limit,
+        aligned,
+    )
+
+
+@cache
+def best_backward(
+    head_dim: int,
+    head_dim_v: int,
+    itemsize: int,
+    max_q: int,
+    max_k: int,
+    has_slopes: bool,
+    modifiers: int,
+    shared_limit: int,
+    aligned: bool,
+) -> BackwardSimt:
+    """The fastest by estimate of the tiles that fit."""
+    best: tuple[float, BackwardSimt] | None = None
+    least = None
+    for warps, block_q, block_k in product((8, 4, 2), (64, 32, 16, 8), (128, 96, 64, 32, 16, 8)):
+        if (block_q > max_q and block_q > 16) or (block_k > max_k and block_k > 16):
+            continue
+        for score, key, query in product(
+            spreads(warps // 2, block_q, block_k), spreads(warps // 2, block_k, 0), spreads(warps, block_q, 0)
+        ):
+            unit = 2 * max(key.column_units, query.column_units)
+            width, width_v = padded(head_dim, unit), padded(head_dim_v, 2 * key.column_units)
+            scores = ThreadTile(block_q // score.row_units, block_k // score.column_units, itemsize)
+            keys = ThreadTile(block_k // key.row_units, width // key.column_units, itemsize)
+            values = ThreadTile(block_k // key.row_units, width_v // key.column_units, itemsize)
+            queries = ThreadTile(block_q // query.row_units, width // query.column_units, itemsize)
+            layouts = (score.warp_rows, score.lane_rows, key.warp_rows, key.lane_rows, query.warp_rows, query.lane_rows)
+            config = BackwardSimt(width, width_v, block_q, block_k, warps, *layouts, 1, aligned)
+            shared_bytes = config.shared_bytes(itemsize)
+            least = min(least or shared_bytes, shared_bytes)
+            (score_time, score_operands), (key_time, key_operands) = scores.along_rows(), keys.across()
+            (value_time, value_operands), (query_time, query_operands) = values.across(), queries.along_left()
+            statistics = 2 * scores.rows * itemsize // 4
+            registers = max(keys.registers, values.registers) + ADDRESSES
+            registers += max(
+                statistics + scores.registers + score_operands,
+                statistics + (3 if has_slopes else 2) * scores.registers + 2 * scores.rows + modifiers,
+                key_operands,
+                value_operands,
+                queries.registers + query_operands,
+            )
+            if shared_bytes > shared_limit or registers > REGISTERS:
+                continue
+            blocks = resident(warps, shared_bytes, shared_limit)
+            copies = block_q * (width + width_v) / (scores.vector if aligned else 1) / (32 * warps)
+            # The halves work side by side: the slower one counts.
+            time = max(width * score_time + block_q * key_time, width_v * score_time + block_q * value_time)
+            time += 8 * scores.registers + block_k * query_time + queries.registers + 3 * copies + 50
+            time *= idle(warps, blocks) * warps / (block_q * block_k)
+            if best is None or time < best[0]:
+                best = time, replace(config, blocks_per_sm=blocks)
+    if best is None and (modifiers or has_slopes):
+        return best_backward(head_dim, head_dim_v, itemsize, max_q, max_k, False, 0, shared_limit, aligned)
+    if best is None:
+        raise too_large("backward", head_dim, head_dim_v, itemsize, shared_limit, least)
+    return best[1]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Warps over a tile: `warp_rows` above each other, each `lane_rows` rows of lanes."""
+
+    warp_rows: int
+    lane_rows: int
+    row_units: int
+    column_units: int
+
+
+@cache
+def spreads(warps: int, rows: int, columns: int) -> tuple[Spread, ...]:
+    """Every way that divides the tile; columns 0: any number will do."""
+    found: dict[tuple[int, int], Spread] = {}
+    for lane_rows in (8, 4, 2):
+        for warp_rows in (1, 2, 4, 8):
+            row_units, column_units = warp_rows * lane_rows, warps // warp_rows * (32 // lane_rows)
+            if warp_rows <= warps and rows % row_units == 0 and columns % max(column_units, 1) == 0:
+                found.setdefault((row_units, column_units), Spread(warp_rows, lane_rows, row_units, column_units))
+    return tuple(found.values())
+
+
+def too_large(
+    direction: str, head_dim: int, head_dim_v: int, itemsize: int, shared_limit: int, least: int | None
+) -> UnsupportedError:
+    needs = "" if least is None else f": the smallest tile takes {least} bytes of shared memory"
+    return UnsupportedError(
+        f"simt {direction}: head_dim {head_dim} and head_dim_v {head_dim_v} with {8 * itemsize}-bit elements do not fit "
+        f"this GPU, whose blocks have {shared_limit} bytes of shared memory and whose threads have {REGISTERS} "
+        f"registers{needs}; use smaller heads or a narrower dtype"
+    )
