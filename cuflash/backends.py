@@ -9,6 +9,7 @@ from types import ModuleType
 from cuflash.errors import UnsupportedError
 from cuflash.problem import Problem
 from cuflash.schedules import mma, simt
+from cuflash.variant import ITEMSIZE
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Device:
     name: str = ""
     index: int = 0
     multiprocessors: int = 1
+    clock_hz: float = 0.0  # 0 where unknown
+    bytes_per_second: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.name or 'a device'} (compute capability {self.capability // 10}.{self.capability % 10})"
@@ -27,6 +30,37 @@ class Device:
 
 #: shared memory per block by compute capability (CUDA C++ Programming Guide, "Technical Specifications")
 SHARED_LIMITS = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+
+
+#: floating-point operations per clock and multiprocessor, dense, by capability: 16-bit tensor cores, float32, float64
+RATES = {
+    75: (1024, 128, 4),
+    80: (2048, 128, 128),
+    86: (1024, 256, 4),
+    87: (1024, 256, 4),
+    89: (1024, 256, 4),
+    90: (4096, 256, 128),
+    100: (8192, 256, 128),
+    103: (8192, 256, 4),
+    120: (1024, 256, 4),
+    121: (1024, 256, 4),
+}
+
+
+def floor_seconds(problem: Problem, device: Device) -> float | None:
+    """Time below which no forward of this problem can end: the larger of arithmetic and memory traffic at peak rates.
+
+    Hidden keys are counted as if they were visible, except that a causal mask halves the work.
+    """
+    if not (device.clock_hz and device.bytes_per_second and device.capability in RATES):
+        return None
+    rate = RATES[device.capability][{2: 0, 4: 1, 8: 2}[ITEMSIZE[problem.dtype]]]
+    pairs = problem.batch_size * problem.heads_q * problem.seq_q * problem.seq_k
+    flops = 2 * pairs * (problem.head_dim + problem.head_dim_v) * (0.5 if problem.modifier("causal") else 1)
+    widths = problem.head_dim + problem.head_dim_v
+    elements = problem.batch_size * widths * (problem.heads_q * problem.seq_q + problem.heads_k * problem.seq_k)
+    arithmetic = flops / (rate * device.multiprocessors * device.clock_hz)
+    return max(arithmetic, elements * ITEMSIZE[problem.dtype] / device.bytes_per_second)
 
 
 def described_device(capability: int) -> Device:

@@ -70,9 +70,7 @@ def _raw_kernel(code: str, entry: str) -> Any:
         raw = cupy.RawModule(code=code, options=OPTIONS).get_function(entry)
         raw.compile()
     except cupy.cuda.compiler.CompileException as error:
-        raise CompileError(
-            f"{entry} did not compile:\n{error}", variant=entry, log=str(error), source=code
-        ) from error
+        raise CompileError(f"{entry} did not compile:\n{error}", variant=entry, log=str(error), source=code) from error
     except RuntimeError as error:
         if "nvrtc" in str(error).lower() or "CUDA headers" in str(error):
             raise CompileError(

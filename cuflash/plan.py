@@ -1,15 +1,13 @@
-"""Plan: one call on a GPU as launches, packed arguments and workspace; planned once per problem and strides, then replayed.
+"""Plan: one call on a GPU as steps, packed arguments and workspace; planned once per problem and strides, then replayed.
 
-`forward` and `backward` run a `Call` on CuPy arrays.  Planning itself touches neither CuPy nor a device: tests run the same
-steps through the emulator, and `explain` describes devices that are not there.
+Planning touches neither CuPy nor a device: launch.py runs the steps on a GPU, tests run the same steps in the emulator.
 """
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,8 +16,6 @@ import numpy as np
 from cuflash import abi
 from cuflash.backends import Device, select
 from cuflash.errors import UnsupportedError
-from cuflash.explanation import Explanation
-from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.modifiers import REGISTRY, Scaled
 from cuflash.problem import Call, Problem
 from cuflash.schedules import rows
@@ -68,7 +64,7 @@ class Step:
         return self.variant.config  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a plan is itself: it is made once
 class Plan:
     """Launches that share one argument record, and the workspace they need in bytes."""
 
@@ -81,7 +77,6 @@ class Plan:
     offsets: Mapping[str, int]  # of the pointers, by field name
     statistics_bytes: int = 0
     dq_sum_bytes: int = 0
-    kernels: list[Any] = field(default_factory=list, compare=False)  # filled at the first run
 
     def arguments(self, pointers: Mapping[str, int]) -> bytearray:
         """The argument record with these addresses; those not named are null."""
@@ -204,10 +199,10 @@ def pack(
     sizes, strides = merged_batch(problem.batch, {n: p.strides[: len(problem.batch)] for n, p in at.items()})
     record["batch_sizes"] = sizes
     offsets = {}
+    layout: Mapping[str, Any] = dtype.fields or {}
     for kind, name in abi.fields(direction, names):
-        assert dtype.fields is not None
         if kind in ("View", "Pointer"):
-            offsets[name] = dtype.fields[name][1]
+            offsets[name] = layout[name][1]
         elif name in values:
             record[name] = values[name]
         if kind == "View" and name in at:
@@ -242,6 +237,18 @@ def merged_batch(
             f"batch axes {sizes} of these strides cannot be merged to {abi.BATCH_AXES}; make the arrays contiguous"
         )
     return [1] * missing + merged_sizes, {n: [0] * missing + s for n, s in merged.items()}
+
+
+def is_mergeable(problem: Problem, arrays: Mapping[str, Any]) -> bool:
+    """Whether the kernels can walk the batch axes of these arrays as they lie."""
+    if sum(n > 1 for n in problem.batch) <= abi.BATCH_AXES:
+        return True
+    strides = {name: place.strides[: len(problem.batch)] for name, place in places_of(problem, arrays)}
+    try:
+        merged_batch(problem.batch, strides)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def checked(plan: Plan) -> Plan:
@@ -281,125 +288,7 @@ def forward_arrays(call: Call, out: Any, lse: Any) -> dict[str, Any]:
     return arrays if lse is None else {**arrays, "lse": lse}
 
 
-
 def backward_arrays(call: Call, **arrays: Any) -> dict[str, Any]:
     """Arrays of a backward by field name; those that are None are left out."""
     given = {"q": call.q, "k": call.k, "v": call.v, **call.operands, **arrays}
     return {name: array for name, array in given.items() if array is not None}
-
-
-def movable(array: Any) -> Any:
-    """The array itself, or a copy where its elements do not lie on multiples of their size."""
-    itemsize = array.dtype.itemsize
-    if address(array) % itemsize or any(s % itemsize for n, s in zip(array.shape, array.strides, strict=True) if n > 1):
-        return array.copy()
-    return array
-
-
-# ---- running on the device ----------------------------------------------------------------------------------------------
-def device_of(array: Any) -> Device:
-    """The device that a CuPy array lies on."""
-    return _device(int(array.device.id))
-
-
-@lru_cache(maxsize=None)
-def _device(index: int) -> Device:
-    import cupy
-
-    properties = cupy.cuda.runtime.getDeviceProperties(index)
-    return Device(
-        capability=10 * properties["major"] + properties["minor"],
-        shared_limit=properties["sharedMemPerBlockOptin"],
-        name=properties["name"].decode(),
-        index=index,
-        multiprocessors=properties["multiProcessorCount"],
-    )
-
-
-def run(plan: Plan, pointers: Mapping[str, int]) -> None:
-    """Launch the steps on the current stream of the plan's device, which must be the current device."""
-    import cupy
-
-    from cuflash import jit
-
-    if not plan.kernels:
-        plan.kernels.extend(jit.load(s.variant, plan.device.index) for s in plan.steps if s.blocks)
-    record = plan.arguments(pointers)
-    buffer = (ctypes.c_char * len(record)).from_buffer(record)
-    parameters = ctypes.c_void_p(ctypes.addressof(buffer))  # the driver copies the record during the call
-    stream = cupy.cuda.get_current_stream().ptr
-    launches = (s for s in plan.steps if s.blocks)
-    for step, kernel in zip(launches, plan.kernels, strict=True):
-        shared_bytes = step.config.shared_bytes(ITEMSIZE[step.variant.dtype])
-        cupy.cuda.driver.launchKernel(
-            kernel.function, step.blocks, 1, 1, step.config.threads, 1, 1, shared_bytes, stream,
-            ctypes.addressof(parameters), 0,
-        )  # fmt: skip
-
-
-def forward(call: Call, out: Any = None, with_lse: bool = False, requested: str | None = None) -> tuple[Any, Any]:
-    """Run the forward of CuPy arrays; lse is None unless asked for."""
-    import cupy
-
-    problem = call.problem
-    with cupy.cuda.Device(call.q.device.id):
-        if out is None:
-            out = empty_in_layout(problem.out_shape, problem.layout, call.q.dtype)
-        lse = cupy.empty(problem.lse_shape, problem.accumulator) if with_lse else None
-        arrays = {name: movable(x) for name, x in forward_arrays(call, out, lse).items()}
-        plan = plan_forward(problem, device_of(call.q), places_of(problem, arrays), requested)
-        run(plan, pointers_of(arrays))
-    return out, lse
-
-
-def backward(
-    call: Call,
-    out: Any,
-    lse: Any,
-    dout: Any,
-    dlse: Any = None,
-    deterministic: bool | None = None,
-    requested: str | None = None,
-) -> Any:
-    """Run the backward of CuPy arrays."""
-    import cupy
-
-    problem = call.problem
-    with cupy.cuda.Device(call.q.device.id):
-        gradients = {
-            f"d{name}": empty_in_layout(x.shape, problem.layout, x.dtype)
-            for name, x in (("q", call.q), ("k", call.k), ("v", call.v))
-        }
-        sums = {
-            f"d{name}": cupy.zeros(call.operands[name].shape, problem.accumulator)
-            for name in differentiable_operands(problem.modifiers)
-        }
-        arrays = {
-            name: movable(x)
-            for name, x in backward_arrays(call, out=out, lse=lse, dout=dout, dlse=dlse, **gradients, **sums).items()
-        }
-        places = places_of(problem, arrays)
-        plan = plan_backward(problem, device_of(call.q), places, bool(deterministic), requested)
-        workspace = {
-            "statistics": cupy.empty(plan.statistics_bytes, cupy.uint8),
-            "dq_sum": cupy.empty(plan.dq_sum_bytes, cupy.uint8),
-        }
-        run(plan, pointers_of({**arrays, **workspace}))
-        operands = [sums[name].astype(call.operands[name[1:]].dtype, copy=False) for name in sums]
-    return gradients_type(tuple(name[1:] for name in sums))(*gradients.values(), *operands)
-
-
-def empty_in_layout(shape: tuple[int, ...], layout: str, dtype: Any) -> Any:
-    """New CuPy array with the axes (*batch, heads, seq, dim), contiguous in the caller's layout."""
-    import cupy
-
-    if layout == "bhsd":
-        return cupy.empty(shape, dtype)
-    *batch, heads, seq, dim = shape
-    return cupy.empty((*batch, seq, heads, dim), dtype).swapaxes(-3, -2)
-
-
-# ---- explaining ---------------------------------------------------------------------------------------------------------
-def explain(call: Call, requested: str | None = None) -> Explanation:
-    """What the forward of a call would run, with the compiled kernel's registers."""
-    raise NotImplementedError

@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from numbers import Real
 from typing import Any, Literal, cast
 
@@ -140,12 +141,11 @@ def describe(
                 f"{name} has shape {x.shape}: at least 3 axes are needed, (..., heads, seq, head_dim) in layout "
                 f"{layout!r}; add an axis of length 1 for a single head"
             )
-    check_dtypes(q, k, v)
+    dtype = check_dtypes(q, k, v)
     q, k, v = canonical(q, layout), canonical(k, layout), canonical(v, layout)
     check_shapes(q, k, v, layout)
     *batch, heads_q, seq_q, head_dim = q.shape
     *_, heads_k, seq_k, head_dim_v = v.shape
-    dtype = str(q.dtype)
     alignment, chain = positions(causal, window)
     if softcap is not None:
         chain.append(Softcap(softcap_of(softcap, dtype)))
@@ -179,8 +179,15 @@ def check_layout(layout: Any) -> Layout:
     return cast(Layout, layout)
 
 
-def check_dtypes(q: Any, k: Any, v: Any) -> None:
-    dtypes = {name: str(x.dtype) for name, x in (("q", q), ("k", k), ("v", v))}
+@cache
+def dtype_name(dtype: Any) -> str:
+    """The dtype as `DTYPES` spells it; NumPy takes microseconds for a name."""
+    return str(dtype)
+
+
+def check_dtypes(q: Any, k: Any, v: Any) -> str:
+    """The one dtype of q, k and v."""
+    dtypes = {name: dtype_name(x.dtype) for name, x in (("q", q), ("k", k), ("v", v))}
     for name, dtype in dtypes.items():
         if dtype not in DTYPES:
             bits = "the bits of bfloat16 with .view(ml_dtypes.bfloat16), others " if dtype == "uint16" else ""
@@ -190,30 +197,35 @@ def check_dtypes(q: Any, k: Any, v: Any) -> None:
     if len(set(dtypes.values())) > 1:
         found = ", ".join(f"{n} {d}" for n, d in dtypes.items())
         raise ArgumentError(f"q, k and v must have one dtype, found {found}; convert them to a common one")
+    return dtypes["q"]
 
 
 def check_shapes(q: Any, k: Any, v: Any, layout: str) -> None:
-    axes = "(..., heads, seq, head_dim)"
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape} with axes {axes}" + (
-        "" if layout == "bhsd" else f" (after bringing layout {layout!r} to this order)"
-    )
-    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
-        raise ShapeError(f"the batch axes of q, k and v differ: {shapes}; use broadcast_to to repeat a batch axis")
-    if k.shape[-3:-1] != v.shape[-3:-1]:
-        raise ShapeError(f"k and v must agree in heads and seq: {shapes}; every key needs a value")
-    if q.shape[-1] != k.shape[-1]:
-        raise ShapeError(f"q and k must have the same head_dim: {shapes}; their last axes are multiplied")
-    heads_q, heads_k = q.shape[-3], k.shape[-3]
-    if heads_q < 1 or heads_k < 1 or heads_q % heads_k:
+    if misfit := shape_misfit(q.shape, k.shape, v.shape):
+        reason, remedy = misfit
+        order = "" if layout == "bhsd" else f", layout {layout!r} brought to this order"
         raise ShapeError(
-            f"heads of q ({heads_q}) must be a positive multiple of heads of k and v ({heads_k}): {shapes}; "
-            "is the layout the one you meant?"
+            f"{reason}: q {q.shape}, k {k.shape}, v {v.shape} with axes (..., heads, seq, head_dim){order}; {remedy}"
         )
-    if q.shape[-1] < 1 or v.shape[-1] < 1:
-        raise ShapeError(f"head_dim of q, k and v must be at least 1: {shapes}; is the layout the one you meant?")
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[-2] > MAX_SEQ:
-            raise ShapeError(f"{name} has seq {x.shape[-2]}: at most {MAX_SEQ} positions; split the call")
+
+
+def shape_misfit(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[str, str] | None:
+    """What is wrong with the shapes of q, k and v, and what to do; None where they fit."""
+    if not q[:-3] == k[:-3] == v[:-3]:
+        return "the batch axes of q, k and v differ", "use broadcast_to to repeat a batch axis"
+    if k[-3:-1] != v[-3:-1]:
+        return "k and v must agree in heads and seq", "every key needs a value"
+    if q[-1] != k[-1]:
+        return "q and k must have the same head_dim", "their last axes are multiplied"
+    if q[-3] < 1 or k[-3] < 1 or q[-3] % k[-3]:
+        heads = f"heads of q ({q[-3]}) must be a positive multiple of heads of k and v ({k[-3]})"
+        return heads, "is the layout the one you meant?"
+    if q[-1] < 1 or v[-1] < 1:
+        return "head_dim of q, k and v must be at least 1", "is the layout the one you meant?"
+    for name, seq in (("q", q[-2]), ("k", k[-2])):
+        if seq > MAX_SEQ:
+            return f"{name} has seq {seq}, more than the {MAX_SEQ} positions that are counted", "split the call"
+    return None
 
 
 def positions(causal: Any, window: Any) -> tuple[Alignment, list[Modifier]]:
@@ -310,12 +322,12 @@ def user_modifiers(modifiers: Any) -> list[Modifier]:
 
 def operand(name: str, x: Any, problem: Problem) -> Any:
     """Check one array operand and give it the axes (*batch, heads_q, seq_q, seq_k)."""
-    if name == "mask" and str(x.dtype) != "bool":
+    if name == "mask" and dtype_name(x.dtype) != "bool":
         raise ArgumentError(
             f"mask has dtype {x.dtype}: must be bool (True = visible); an additive mask goes into bias, 0/1 integers "
             "need mask.astype(bool)"
         )
-    if name == "bias" and str(x.dtype) != problem.dtype:
+    if name == "bias" and dtype_name(x.dtype) != problem.dtype:
         raise ArgumentError(f"bias has dtype {x.dtype}: must be that of q, {problem.dtype}; convert it with astype")
     inner, axes = {
         "key_lengths": (3, "(*batch)"),
@@ -338,5 +350,5 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: str, axes: str
         raise ShapeError(
             f"{name} has shape {x.shape}: must be {axes} {shape}; is it from a call with the same arguments?"
         )
-    if str(x.dtype) != dtype:
+    if dtype_name(x.dtype) != dtype:
         raise ArgumentError(f"{name} has dtype {x.dtype}: must be {dtype} in a call with these arguments; use astype")

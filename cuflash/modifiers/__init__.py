@@ -10,6 +10,20 @@ from cuflash.modifiers.scaled import Scaled
 from cuflash.modifiers.softcap import Softcap
 from cuflash.modifiers.window import Window
 
-REGISTRY: dict[str, type[Modifier]] = {m.name: m for m in (Scaled, Softcap, ALiBi, Bias, Causal, Window, KeyLengths, Mask)}
+REGISTRY: dict[str, type[Modifier]] = {
+    m.name: m for m in (Scaled, Softcap, ALiBi, Bias, Causal, Window, KeyLengths, Mask)
+}
 
-__all__ = ["REGISTRY", "ALiBi", "Bias", "Causal", "KeyLengths", "Mask", "Modifier", "Scaled", "Softcap", "Tile", "Window"]
+__all__ = [
+    "REGISTRY",
+    "ALiBi",
+    "Bias",
+    "Causal",
+    "KeyLengths",
+    "Mask",
+    "Modifier",
+    "Scaled",
+    "Softcap",
+    "Tile",
+    "Window",
+]

@@ -89,7 +89,7 @@ class Modifier:
     def bare(self) -> Self:
         """The same modifier without its arrays: what a plan may keep."""
         empty = dict.fromkeys(self.operand_attributes().values())
-        return replace(self, **empty) if empty else self  # type: ignore[arg-type]
+        return replace(self, **empty) if empty else self
 
     def values(self, problem: Problem) -> dict[str, float | int]:
         """Values of the scalar run-time fields."""

@@ -1,0 +1,24 @@
+"""cuflash: exact FlashAttention, forward and backward, for NumPy-style arrays."""
+
+from cuflash.api import attention, attention_backward, attention_vjp, explain
+from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError
+from cuflash.explanation import Explanation
+from cuflash.modifiers import ALiBi, KeyLengths
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ALiBi",
+    "ArgumentError",
+    "CompileError",
+    "CuflashError",
+    "Explanation",
+    "KeyLengths",
+    "ShapeError",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "attention_vjp",
+    "explain",
+]

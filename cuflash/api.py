@@ -1,0 +1,441 @@
+"""The public calls: arrays come in, one backend computes, results go back as the caller's own kind.
+
+Sources: FlashAttention (arXiv:2205.14135) and FlashAttention-2 (arXiv:2307.08691).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cuflash import arrays, backends, numpy_backend
+from cuflash.arrays import Home
+from cuflash.errors import ArgumentError, UnsupportedError
+from cuflash.explanation import Explanation
+from cuflash.modifiers import Modifier
+from cuflash.problem import MAX_SEQ, Call, canonical, check_array, check_layout, describe, dtype_name, in_layout
+
+BACKENDS = ("numpy", *(row.name for row in backends.BACKENDS))
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    out: Any = None,
+    backend: str | None = None,
+) -> Any:
+    """Exact attention softmax(scale · q kᵀ) v, in memory linear in the lengths.
+
+    Arrays are NumPy, CuPy, or of any library that exports DLPack or ``__cuda_array_interface__``: all of one kind, in
+    one place, of any strides.  Results are of that kind where its library imports DLPack, else CuPy or NumPy.
+
+    Parameters
+    ----------
+    q
+        (*batch, heads_q, seq_q, head_dim), float16, bfloat16, float32 or float64; any number of batch axes.
+    k
+        (*batch, heads_k, seq_k, head_dim), dtype of q; heads_q is a multiple of heads_k.
+    v
+        (*batch, heads_k, seq_k, head_dim_v), dtype of q.
+    scale
+        Multiplies the logits q·k; None is 1/√head_dim.
+    causal
+        True or "bottom_right": query i sees key j iff j <= i + seq_k - seq_q.  "top_left": iff j <= i.
+    window
+        (left, right), inclusive distances in positions from the diagonal that `causal` uses; None is unbounded.
+    mask
+        bool, True = visible, broadcastable to (*batch, heads_q, seq_q, seq_k).
+    bias
+        Logits to add, dtype of q, broadcastable likewise.
+    softcap
+        Positive c: a scaled logit s becomes c·tanh(s/c).
+    modifiers
+        `ALiBi(slopes)`, `KeyLengths(lengths)`; at most one of each.
+    layout
+        "bhsd" is the order of axes above; "bshd" has seq before heads in q, k, v and out.
+    return_lse
+        Also return the log-sum-exp of each row's logits.
+    out
+        Array to write the result into: its shape, dtype and kind, any strides, no memory shared with an input.
+    backend
+        None chooses; "numpy" (host), "simt" or "mma" (CUDA) insists.
+
+    Returns
+    -------
+    out
+        (*batch, heads_q, seq_q, head_dim_v) in the layout, dtype of q; 0 in a row that sees no key.
+    lse
+        With `return_lse` only: (*batch, heads_q, seq_q) in every layout, natural logarithm, float32 (float64 for
+        float64); -inf in a row that sees no key.
+
+    Raises
+    ------
+    ArgumentError
+        An argument has a value, dtype, kind or device that the call cannot take.  Nothing was written.
+    ShapeError
+        Shapes do not fit each other; an ArgumentError.
+    UnsupportedError
+        No backend, or not the one asked for, offers the combination; or there is no GPU for CUDA arrays.
+
+    Notes
+    -----
+    Order of operations: scale, softcap, modifiers of the score, bias, all that hides keys, softmax.  Algorithm: Dao et
+    al., arXiv:2205.14135, and Dao, arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k = np.zeros((1, 2, 1)), np.zeros((1, 2, 1))
+    >>> v = np.array([[[1.0], [3.0]]])
+    >>> cuflash.attention(q, k, v, causal=True)
+    array([[[1.],
+            [2.]]])
+    """
+    key = None
+    launch: Any = sys.modules.get("cuflash.launch")  # loaded by the first call on a device
+    if launch is not None and out is None and not modifiers:
+        key = launch.signature(q, k, v, mask, bias, (scale, causal, window, softcap, layout, return_lse, backend))
+        replayed = launch.replay(key, q, k, v, mask, bias)
+        if replayed is not None:
+            return replayed if return_lse else replayed[0]
+    given = present(mask=mask, bias=bias, out=out)
+    modifiers = keep(modifiers)
+    home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
+    if out is not None:
+        problem = call.problem
+        check_array("out", native["out"], in_layout(problem.out_shape, problem.layout), problem.dtype, "the result's")
+        arrays.check_out(native["out"], home, {"q": call.q, "k": call.k, "v": call.v, **call.operands})
+    o, lse = run_forward(home, call, native.get("out"), return_lse, backend)
+    if out is None:
+        result = canonical(o, call.problem.layout)
+        if key is not None:
+            launch.remember(key, call, result, lse, backend)
+        out = home.give(result)
+    else:
+        home.wait(o)
+    return (out, home.give(lse)) if return_lse else out
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    deterministic: bool | None = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    layout: str = "bhsd",
+    backend: str | None = None,
+) -> Any:
+    """Gradients of `attention`, from its inputs and its two results, in memory linear in the lengths.
+
+    Parameters
+    ----------
+    dout
+        Gradient of the loss with respect to `out`, its shape and dtype; any strides.
+    q, k, v
+        As in the forward call.
+    out, lse
+        What ``attention(..., return_lse=True)`` returned.
+    dlse
+        Gradient of the loss with respect to `lse`, its shape and dtype; None is 0.
+    deterministic
+        True: equal calls give equal bits, or an error where the backend cannot.  None leaves it to the backend.
+    scale, causal, window, mask, bias, softcap, modifiers, layout, backend
+        As in the forward call, and with the same values.
+
+    Returns
+    -------
+    Gradients
+        A named tuple (dq, dk, dv), then dbias if there is a bias: each of the shape and dtype of its argument.
+
+    Raises
+    ------
+    ArgumentError
+        As for `attention`, and for a dout, out, lse or dlse that does not belong to the call.
+    UnsupportedError
+        As for `attention`.
+
+    Notes
+    -----
+    With δ = dout·out - dlse by row and P = exp(S - lse): dS = P ∘ (dout vᵀ - δ), dq = scale · dS k, dk = scale · dSᵀ q
+    and dv = Pᵀ dout (arXiv:2205.14135, appendix B).  Second derivatives are not offered.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k = np.zeros((1, 1, 1)), np.zeros((1, 2, 1))
+    >>> v = np.array([[[1.0], [3.0]]])
+    >>> out, lse = cuflash.attention(q, k, v, return_lse=True)
+    >>> cuflash.attention_backward(np.ones_like(out), q, k, v, out, lse).dv
+    array([[[0.5],
+            [0.5]]])
+    """
+    if not (deterministic is None or isinstance(deterministic, (bool, np.bool_))):
+        raise ArgumentError(f"deterministic={deterministic!r}: must be True, False or None (the backend's default)")
+    given = {"dout": dout, "out": out, "lse": lse, **present(dlse=dlse, mask=mask, bias=bias)}
+    home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
+    problem = call.problem
+    for name in ("dout", "out"):
+        check_array(name, native[name], in_layout(problem.out_shape, problem.layout), problem.dtype, "the output's")
+    for name in ("lse",) if dlse is None else ("lse", "dlse"):
+        check_array(name, native[name], problem.lse_shape, problem.accumulator, "(*batch, heads_q, seq_q)")
+    gradients = run_backward(home, call, native, deterministic, backend)
+    return give_gradients(gradients, home, call, native)
+
+
+def attention_vjp(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Any:
+    """`attention` and a function that pulls a gradient of its result back to its inputs.
+
+    Parameters
+    ----------
+    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, return_lse, backend
+        As for `attention`.
+    deterministic
+        As for `attention_backward`.
+
+    Returns
+    -------
+    out
+        As from `attention`.
+    lse
+        With `return_lse` only.
+    vjp
+        ``vjp(dout, dlse=None)`` returns the gradients as `attention_backward` does.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        As `attention` and `attention_backward` do.
+
+    Notes
+    -----
+    Besides its inputs, `vjp` keeps only `out` and lse (arXiv:2205.14135, section 3.1), and it keeps no copies: write to
+    none of them before its last use.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.zeros((1, 1, 1)), np.zeros((1, 2, 1)), np.array([[[1.0], [3.0]]])
+    >>> out, vjp = cuflash.attention_vjp(q, k, v)
+    >>> dq, dk, dv = vjp(np.ones_like(out))
+    >>> dk
+    array([[[0.],
+            [0.]]])
+    """
+    modifiers = keep(modifiers)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "causal": causal,
+        "window": window,
+        "mask": mask,
+        "bias": bias,
+        "softcap": softcap,
+        "modifiers": modifiers,
+        "layout": layout,
+        "backend": backend,
+    }
+    out, lse = attention(q, k, v, return_lse=True, **options)
+
+    def vjp(dout: Any, dlse: Any = None) -> Any:
+        """Gradients of the call for a gradient of its output, and of its lse if given."""
+        return attention_backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options)
+
+    return (out, lse, vjp) if return_lse else (out, vjp)
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    layout: str = "bhsd",
+    backend: str | None = None,
+) -> Explanation:
+    """How `attention` would compute a call: the backend, why no other, and what the kernel takes from the device.
+
+    Parameters
+    ----------
+    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, backend
+        As for `attention`; nothing is computed.
+
+    Returns
+    -------
+    Explanation
+        Readable when printed.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        As `attention` does.
+
+    Notes
+    -----
+    The floor time is what the device's peak arithmetic and bandwidth allow for the work that arXiv:2205.14135 counts.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.zeros((1, 4, 8), np.float32)
+    >>> cuflash.explain(x, x, x, causal=True).backend
+    'numpy'
+    """
+    given = present(mask=mask, bias=bias)
+    home, call, _ = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
+    if home.device is not None:
+        arrays.require_gpu()
+        from cuflash import launch
+
+        return launch.explain(call, backend)
+    refused = f"computes on an NVIDIA GPU, but q is {home}"
+    return Explanation(
+        backend="numpy",
+        reasons={name: refused for name in BACKENDS if name != "numpy"},
+        problem=str(call.problem),
+        device="the host",
+    )
+
+
+# ---- the steps they share --------------------------------------------------------------------------------------------
+def present(**arguments: Any) -> dict[str, Any]:
+    return {name: x for name, x in arguments.items() if x is not None}
+
+
+def keep(modifiers: Any) -> Any:
+    """A sequence that can be read twice; anything else stays what it is, to be refused by name."""
+    return tuple(modifiers) if isinstance(modifiers, Iterable) else modifiers
+
+
+def enter(
+    q: Any,
+    k: Any,
+    v: Any,
+    given: Mapping[str, Any],
+    scale: Any,
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    modifiers: Any,
+    layout: Any,
+    backend: Any,
+) -> tuple[Home, Call, dict[str, Any]]:
+    """Validate a call: where its arrays live, what it is, and its native arrays by name."""
+    home, native = arrays.gather({"q": q, "k": k, "v": v, **given})
+    check_backend(backend, home)
+    seq_axis = -3 if check_layout(layout) == "bshd" else -2
+    seq_k = native["k"].shape[seq_axis] if native["k"].ndim >= 3 else MAX_SEQ
+    call = describe(
+        native["q"],
+        native["k"],
+        native["v"],
+        scale=scale,
+        causal=causal,
+        window=window,
+        mask=native.get("mask"),
+        bias=native.get("bias"),
+        softcap=softcap,
+        modifiers=arrays.native_modifiers(modifiers, home, dtype_name(native["q"].dtype), seq_k),
+        layout=layout,
+    )
+    return home, call, native
+
+
+def check_backend(backend: Any, home: Home) -> None:
+    """Raise unless the arrays are where the backend asked for computes."""
+    if backend is None:
+        return
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        raise ArgumentError(f"backend={backend!r}: must be None or one of {', '.join(BACKENDS)}")
+    if home.device is None and backend != "numpy":
+        why = arrays.missing_gpu()
+        raise UnsupportedError(
+            f"backend={backend!r} computes on an NVIDIA GPU, but q is {home}; move the arrays there first, for "
+            "example with cupy.asarray" + (f". There is no GPU to use here: {why}" if why else "")
+        )
+    if home.device is not None and backend == "numpy":
+        raise UnsupportedError(
+            f"backend='numpy' computes on the host, but q is {home}; move the arrays there, for example with "
+            "cupy.asnumpy"
+        )
+
+
+def run_forward(home: Home, call: Call, out: Any, with_lse: bool, backend: str | None) -> tuple[Any, Any]:
+    """Output and log-sum-exp with the axes (*batch, heads, seq, ...), written into the caller's `out` if given."""
+    problem = call.problem
+    if home.device is None:
+        if out is None and problem.layout == "bshd":
+            out = np.empty(in_layout(problem.out_shape, problem.layout), call.q.dtype)
+        return numpy_backend.forward(call, None if out is None else canonical(out, problem.layout))
+    arrays.require_gpu()
+    from cuflash import launch
+
+    return launch.forward(call, None if out is None else canonical(out, problem.layout), with_lse, backend)
+
+
+def run_backward(
+    home: Home, call: Call, native: Mapping[str, Any], deterministic: bool | None, backend: str | None
+) -> Any:
+    """Gradients with the axes (*batch, heads, seq, dim)."""
+    out, dout = (canonical(native[name], call.problem.layout) for name in ("out", "dout"))
+    lse, dlse = native["lse"], native.get("dlse")
+    if home.device is None:
+        return numpy_backend.backward(call, out, lse, dout, dlse)  # its sums have one order: always deterministic
+    arrays.require_gpu()
+    from cuflash import launch
+
+    return launch.backward(call, out, lse, dout, dlse, deterministic, backend)
+
+
+def give_gradients(gradients: Any, home: Home, call: Call, native: Mapping[str, Any]) -> Any:
+    """The backend's gradients in the shapes of their arguments, as the caller's kind."""
+    layout = call.problem.layout
+    shaped = {f"d{name}": canonical(getattr(gradients, f"d{name}"), layout) for name in "qkv"}
+    if "bias" in native:
+        shaped["dbias"] = gradients.dbias.reshape(native["bias"].shape)
+    return gradients._replace(**{name: home.give(x) for name, x in shaped.items()})

@@ -1,0 +1,382 @@
+"""Arrays: what a caller passes becomes NumPy or CuPy, and results go back as the caller's own kind.
+
+No array library is imported for this, CuPy only once an array on a device is met: whoever holds an array of a library
+has it in `sys.modules`.  Inputs are never written.  On a device, DLPack orders the producer's stream before CuPy's
+current one on the way in, and CuPy's before the consumer's on the way out
+(https://dmlc.github.io/dlpack/latest/python_spec.html).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cuflash.errors import ArgumentError, UnsupportedError
+from cuflash.modifiers import ALiBi, KeyLengths, Modifier
+from cuflash.problem import DTYPES, OPERANDS, user_modifiers
+
+# DLDeviceType of dlpack.h
+HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
+CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+#: libraries whose arrays never change; CuPy drops DLPack's read-only flag, so their names have to tell
+IMMUTABLE = ("jax",)
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a call's arrays live, and the library whose kind its results take."""
+
+    library: str
+    device: int | None
+    namespace: Any = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        """How messages name it, such as "a torch array on cuda:0"."""
+        return f"a {self.library} array on {'the host' if self.device is None else f'cuda:{self.device}'}"
+
+    def give(self, x: Any) -> Any:
+        """A native array as the caller's kind; it shares the memory."""
+        return x if self.namespace is None else exported(x, self.namespace)
+
+    def wait(self, x: Any) -> None:
+        """Make the current stream of the caller's library wait until CuPy's current stream has written `x`."""
+        if self.namespace is not None and self.device is not None:
+            self.namespace.from_dlpack(x)
+
+
+HOST = Home("numpy", None)
+
+
+@functools.cache
+def device_home(device: int) -> Home:
+    return Home("cupy", device)
+
+
+def gather(arguments: Mapping[str, Any]) -> tuple[Home, dict[str, Any]]:
+    """Native arrays of all arguments by name, and the one place where they live."""
+    homes, natives = {}, {}
+    for name, x in arguments.items():
+        homes[name], natives[name] = native(name, x)
+    home = next(iter(homes.values()))
+    if any(other != home for other in homes.values()):
+        found = ", ".join(f"{name} is {where}" for name, where in homes.items())
+        raise ArgumentError(
+            f"the arguments must be of one kind in one place, found: {found}; move or convert them first"
+        )
+    return home, natives
+
+
+def native(name: str, x: Any) -> tuple[Home, Any]:
+    """Home of one argument, and the NumPy or CuPy array that shares its memory."""
+    if type(x) is np.ndarray:
+        return HOST, x
+    cupy_array = getattr(sys.modules.get("cupy"), "ndarray", None)
+    if cupy_array is not None and isinstance(x, cupy_array):
+        return device_home(x.data.device_id), aligned(name, x)
+    if isinstance(x, np.ma.MaskedArray):
+        raise ArgumentError(
+            f"{name} is a masked array, whose mask would be ignored; pass its .data, and mask= of the call"
+        )
+    if isinstance(x, np.ndarray):
+        return HOST, np.asarray(x)
+    try:
+        if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+            return imported(name, x)
+        if hasattr(x, "__cuda_array_interface__"):
+            return imported_by_interface(name, x)
+    except (ArgumentError, UnsupportedError):
+        raise
+    except Exception as error:  # producers raise what they like
+        raise ArgumentError(
+            f"{name} ({described(x)}) cannot be read through DLPack or __cuda_array_interface__: {error}; detach it "
+            "from automatic differentiation, keep it on one device, or convert it to NumPy or CuPy"
+        ) from error
+    raise ArgumentError(
+        f"{name} is {x!r:.80} of type {type(x).__name__}: must be a NumPy or CuPy array or export DLPack or "
+        "__cuda_array_interface__; make it one with numpy.asarray or cupy.asarray"
+    )
+
+
+def described(x: Any) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__} of dtype {getattr(x, 'dtype', 'unknown')}"
+
+
+def imported(name: str, x: Any) -> tuple[Home, Any]:
+    """One DLPack exporter."""
+    kind, ordinal = x.__dlpack_device__()
+    namespace = namespace_of(x)
+    if kind in CUDA_DEVICES:
+        array = aligned(name, load_cupy(name, x).from_dlpack(x))
+        plain = device_home(array.data.device_id)
+    elif kind in HOST_DEVICES:
+        array, plain = imported_to_host(x, namespace), HOST
+    else:
+        raise ArgumentError(
+            f"{name} ({described(x)}) lies on DLPack device ({int(kind)}, {ordinal}): only the host (1) and CUDA "
+            "devices (2) are supported; move it there"
+        )
+    if namespace is None:
+        return plain, array
+    return Home(namespace.__name__.partition(".")[0], plain.device, namespace), array
+
+
+def imported_to_host(x: Any, namespace: Any) -> Any:
+    # NumPy has no bfloat16 of its own to give a DLPack array of it, so the bits come in as int16.
+    if "bfloat16" not in str(getattr(x, "dtype", "")):
+        return np.from_dlpack(x)
+    if hasattr(namespace, "int16"):
+        return np.from_dlpack(x.view(namespace.int16)).view(bfloat16())
+    array = np.asarray(x)
+    if array.dtype != bfloat16():
+        raise TypeError(f"bfloat16 became {array.dtype} on the way to NumPy")
+    return array
+
+
+def imported_by_interface(name: str, x: Any) -> tuple[Home, Any]:
+    """One exporter that knows __cuda_array_interface__ only (Numba)."""
+    cupy = load_cupy(name, x)
+    pointer = x.__cuda_array_interface__["data"][0]
+    # An empty array may have pointer 0, which no device owns.
+    device = cupy.cuda.runtime.pointerGetAttributes(pointer).device if pointer else cupy.cuda.Device().id
+    with cupy.cuda.Device(device):  # cupy.asarray copies an array of any other device
+        return device_home(device), aligned(name, cupy.asarray(x))
+
+
+def exported(x: Any, namespace: Any) -> Any:
+    """A native array as the kind of array that `namespace.from_dlpack` makes."""
+    if not x.flags.c_contiguous:  # JAX takes compact arrays only
+        x = compact(x)
+    if isinstance(x, np.ndarray) and x.dtype == bfloat16():
+        return namespace.from_dlpack(x.view(np.int16)).view(namespace.bfloat16)
+    return namespace.from_dlpack(x)
+
+
+def compact(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x)
+    with x.device:
+        return x.copy(order="C")
+
+
+def namespace_of(x: Any) -> Any:
+    """The exporter's own module with `from_dlpack`, if it has one."""
+    if hasattr(type(x), "__array_namespace__"):
+        found = [x.__array_namespace__()]
+    else:
+        found = [sys.modules.get(c.__module__.partition(".")[0]) for c in type(x).__mro__]
+    return next((m for m in found if callable(getattr(m, "from_dlpack", None))), None)
+
+
+def bfloat16() -> np.dtype[Any]:
+    import ml_dtypes
+
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
+
+
+# ---- the device ------------------------------------------------------------------------------------------------------
+def load_cupy(name: str, x: Any) -> Any:
+    try:
+        import cupy
+    except (ImportError, OSError) as error:  # OSError: its cache folder cannot be made
+        raise UnsupportedError(
+            f"{name} ({described(x)}) is on a CUDA device, and CuPy, which computes there, cannot be imported "
+            f"({error}); install it with: pip install 'cuflash[cuda13]'"
+        ) from error
+    return cupy
+
+
+def missing_gpu() -> str | None:
+    """Why nothing can run on a GPU here; None where it can."""
+    try:
+        import cupy
+    except (ImportError, OSError) as error:
+        return f"CuPy cannot be imported ({error}); install it with: pip install 'cuflash[cuda13]'"
+    return None if cupy.cuda.is_available() else "CuPy finds no CUDA driver or no device"
+
+
+@functools.cache
+def require_gpu() -> None:
+    """Raise an `UnsupportedError` where no GPU can be used; asks once."""
+    if why := missing_gpu():
+        raise UnsupportedError(f"the arrays are CUDA arrays, but this process has no usable GPU: {why}")
+
+
+def aligned(name: str, x: Any) -> Any:
+    """The array, if kernels can read its elements: they load each with one instruction."""
+    size = x.dtype.itemsize
+    if x.data.ptr % size or any(s % size for s in x.strides):
+        raise ArgumentError(
+            f"{name} starts at byte {x.data.ptr % size} of an element or has strides {x.strides} that are no multiples "
+            f"of its {size} bytes; make it in a buffer that is aligned to them"
+        )
+    return x
+
+
+# ---- out= ------------------------------------------------------------------------------------------------------------
+def check_out(out: Any, home: Home, inputs: Mapping[str, Any]) -> None:
+    """Raise unless a native `out` can be written without changing an input or itself."""
+    if home.library in IMMUTABLE:
+        raise ArgumentError(f"out is {home}, and such arrays cannot be written; leave out= away and take the result")
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ArgumentError("out is read-only; pass an array with flags.writeable=True, such as numpy.empty_like(q)")
+    if overlaps_itself(out):
+        raise ArgumentError(
+            f"out of shape {out.shape} and strides {out.strides} bytes has elements that share memory; pass an array "
+            "that was not broadcast"
+        )
+    for name, x in inputs.items():
+        if overlaps(out, x):
+            (a, b), (c, d) = extent(out), extent(x)
+            raise ArgumentError(
+                f"out overlaps {OPERANDS.get(name, name)}: bytes [{a:#x}, {b:#x}) and [{c:#x}, {d:#x}); pass an array "
+                "of its own memory, or none"
+            )
+
+
+def extent(x: Any) -> tuple[int, int]:
+    """First byte and the byte after the last one that an array's elements take."""
+    first = last = address(x)
+    if x.size == 0:
+        return first, first
+    for n, stride in zip(x.shape, x.strides, strict=True):
+        reach = (n - 1) * stride
+        first, last = first + min(reach, 0), last + max(reach, 0)
+    return first, last + x.dtype.itemsize
+
+
+def overlaps(a: Any, b: Any) -> bool:
+    """Whether two arrays share a byte; slices of one buffer that interleave do not."""
+    (a_first, a_end), (b_first, b_end) = extent(a), extent(b)
+    if max(a_first, b_first) >= min(a_end, b_end):
+        return False
+    try:
+        return np.shares_memory(footprint(a), footprint(b), max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def footprint(x: Any) -> np.ndarray[Any, Any]:
+    """A NumPy array of the same addresses, only to be compared: on a device it must not be read."""
+    interface = {
+        "version": 3,
+        "shape": x.shape,
+        "strides": x.strides,
+        "typestr": f"|V{x.dtype.itemsize}",
+        "data": (address(x), True),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def address(x: Any) -> int:
+    pointer: int = x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
+    return pointer
+
+
+def overlaps_itself(x: Any) -> bool:
+    """Whether two elements of an array may share memory: True unless each axis steps over all that is inside it."""
+    if x.size == 0:
+        return False
+    reach = x.dtype.itemsize
+    for stride, n in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1):
+        if stride < reach:
+            return True
+        reach += stride * (n - 1)
+    return False
+
+
+# ---- the modifiers' arrays -------------------------------------------------------------------------------------------
+def native_modifiers(modifiers: Any, home: Home, dtype: str, seq_k: int) -> tuple[Modifier, ...]:
+    """The user's modifiers with native arrays, of the dtypes that the backends read, where the call's arrays are."""
+    accumulator = "float64" if dtype == "float64" else "float32"
+    chain: list[Modifier] = []
+    for m in user_modifiers(modifiers):
+        if isinstance(m, KeyLengths):
+            lengths = native_lengths(m, home, seq_k)
+            m = replace(m, lengths=lengths, wide=lengths.dtype.itemsize == 8)
+        elif isinstance(m, ALiBi):
+            m = replace(m, slopes=native_slopes(m, home, accumulator))
+        chain.append(m)
+    return tuple(chain)
+
+
+def native_lengths(modifier: KeyLengths, home: Home, seq_k: int) -> Any:
+    name = "lengths of KeyLengths"
+    x = modifier_array(name, modifier.lengths, home)
+    plain = not hasattr(modifier.lengths, "dtype")
+    if str(x.dtype) not in ("int32", "int64"):
+        if not (plain and x.size == 0):
+            raise ArgumentError(f"{name} has dtype {x.dtype}: must be int32 or int64; convert it with astype")
+        x = x.astype(np.int32)
+    if not isinstance(x, np.ndarray):
+        return x
+    if x.size and (x.min() < 0 or x.max() > seq_k):
+        wrong = x[(x < 0) | (x > seq_k)].flat[0]
+        raise ArgumentError(f"{name} contains {wrong}: each must be from 0 to {seq_k}, the seq of k and v")
+    return placed(modifier, x.astype(np.int32) if plain else x, home)
+
+
+def native_slopes(modifier: ALiBi, home: Home, accumulator: str) -> Any:
+    name = "slopes of ALiBi"
+    x = modifier_array(name, modifier.slopes, home)
+    if str(x.dtype) not in DTYPES and x.dtype.kind not in "iu":
+        raise ArgumentError(f"{name} has dtype {x.dtype}: must be real numbers; convert it with astype")
+    if not isinstance(x, np.ndarray):
+        with x.device:
+            return x.astype(accumulator, copy=False)
+    with np.errstate(over="ignore"):
+        converted = x.astype(accumulator, copy=False)
+    if not np.isfinite(converted).all():
+        wrong = x[~np.isfinite(converted)].flat[0]
+        raise ArgumentError(f"{name} contains {wrong}: each must be finite in {accumulator}")
+    return placed(modifier, converted, home)
+
+
+def modifier_array(name: str, x: Any, home: Home) -> Any:
+    """A modifier's array or sequence: NumPy, or where the call's arrays are."""
+    if isinstance(x, (int, float, list, tuple, range, np.generic)):
+        try:
+            return np.asarray(x)
+        except ValueError as error:
+            raise ArgumentError(f"{name}={x!r:.80} is no array: {error}") from error
+    where, array = native(name, x)
+    if where.device is not None and where != home:
+        raise ArgumentError(f"{name} is {where}, but q is {home}; pass a sequence, a NumPy array or an array beside q")
+    return array
+
+
+class Uploads(dict[tuple[int, str], tuple[Any, Any]]):
+    """Copies of one modifier's array by device and dtype: what was copied, and the copy.  A pickle of it is empty."""
+
+    def __reduce__(self) -> tuple[type[Uploads], tuple[()]]:
+        return Uploads, ()
+
+
+def placed(modifier: Modifier, x: np.ndarray[Any, Any], home: Home) -> Any:
+    """The array where the call's arrays are; a device gets it once, until its values change.
+
+    So later calls copy nothing and may be captured in a CUDA graph.
+    """
+    if home.device is None:
+        return x
+    uploads = modifier.__dict__.setdefault("_uploads", Uploads())
+    key = (home.device, x.dtype.str)
+    if key in uploads and np.array_equal(uploads[key][0], x):
+        return uploads[key][1]
+    require_gpu()
+    import cupy
+
+    kept = x.copy()
+    with cupy.cuda.Device(home.device):
+        copy = cupy.asarray(kept)
+        # Calls on other streams will read it without waiting for this one.
+        cupy.cuda.get_current_stream().synchronize()
+    uploads[key] = kept, copy
+    return copy

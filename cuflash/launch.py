@@ -1,0 +1,243 @@
+"""Launch: plans on CuPy arrays, on the caller's current stream; nothing is synchronised, nothing allocated but results.
+
+A repeated plain forward goes from its arguments' signature straight to the launch (`replay`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import cupy
+
+from cuflash import jit
+from cuflash.backends import Device, floor_seconds
+from cuflash.explanation import Explanation
+from cuflash.gradients import differentiable_operands, gradients_type
+from cuflash.plan import (
+    Plan,
+    backward_arrays,
+    forward_arrays,
+    is_mergeable,
+    places_of,
+    plan_backward,
+    plan_forward,
+    pointers_of,
+)
+from cuflash.problem import Call, Problem, in_layout
+from cuflash.variant import ITEMSIZE
+
+
+# ---- plans on a device ----------------------------------------------------------------------------------------------
+@cache
+def device(index: int) -> Device:
+    """What plans need to know of the GPU with that index."""
+    properties = cupy.cuda.runtime.getDeviceProperties(index)
+    attributes = cupy.cuda.Device(index).attributes  # rates in kHz; the memory moves data twice a clock
+    bus_bytes = 2 * attributes.get("GlobalMemoryBusWidth", 0) / 8
+    return Device(
+        capability=10 * properties["major"] + properties["minor"],
+        shared_limit=properties["sharedMemPerBlockOptin"],
+        name=properties["name"].decode(),
+        index=index,
+        multiprocessors=properties["multiProcessorCount"],
+        clock_hz=1e3 * attributes.get("ClockRate", 0),
+        bytes_per_second=1e3 * attributes.get("MemoryClockRate", 0) * bus_bytes,
+    )
+
+
+class Launch(NamedTuple):
+    """What the driver needs of one step, beside the arguments."""
+
+    function: int
+    blocks: int
+    threads: int
+    shared_bytes: int
+
+
+@lru_cache(maxsize=4096)
+def launches(plan: Plan) -> tuple[Launch, ...]:
+    """The steps of a plan, compiled and loaded."""
+    return tuple(
+        Launch(
+            jit.load(step.variant, plan.device.index).function,
+            step.blocks,
+            step.config.threads,
+            step.config.shared_bytes(ITEMSIZE[step.variant.dtype]),
+        )
+        for step in plan.steps
+        if step.blocks
+    )
+
+
+def run(plan: Plan, pointers: Mapping[str, int]) -> None:
+    """Launch the steps on the current stream of the plan's device, which must be the current device."""
+    record = plan.arguments(pointers)
+    argument = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(record)))
+    arguments = ctypes.addressof(argument)  # the driver copies the record during the call
+    stream = cupy.cuda.get_current_stream().ptr
+    for function, blocks, threads, shared_bytes in launches(plan):
+        cupy.cuda.driver.launchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, 0)
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+def forward(call: Call, out: Any = None, with_lse: bool = False, requested: str | None = None) -> tuple[Any, Any]:
+    """Output and lse (None unless asked for), with the axes (*batch, heads, seq, ...), written into `out` if given."""
+    problem = call.problem
+    with cupy.cuda.Device(call.q.data.device_id):
+        lse = cupy.empty(problem.lse_shape, problem.accumulator) if with_lse else None
+        to = empty(problem.out_shape, problem, call.q.dtype) if out is None else out
+        arrays = forward_arrays(call, to, lse)
+        if not is_mergeable(problem, arrays):
+            arrays = in_one_batch(problem, arrays)
+        plan = plan_forward(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
+        run(plan, pointers_of(arrays))
+        if arrays["out"] is not to:
+            to[...] = arrays["out"]
+    return to, lse
+
+
+def backward(
+    call: Call,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    dlse: Any = None,
+    deterministic: bool | None = None,
+    requested: str | None = None,
+) -> Any:
+    """Gradients with the axes (*batch, heads, seq, dim)."""
+    problem = call.problem
+    with cupy.cuda.Device(call.q.data.device_id):
+        gradients = {
+            f"d{name}": empty(x.shape, problem, x.dtype)
+            for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)
+        }
+        operands = differentiable_operands(problem.modifiers)
+        sums = {f"d{name}": cupy.zeros(call.operands[name].shape, problem.accumulator) for name in operands}
+        arrays = backward_arrays(call, out=out, lse=lse, dout=dout, dlse=dlse, **gradients, **sums)
+        if not is_mergeable(problem, arrays):
+            arrays = in_one_batch(problem, arrays)
+        places = places_of(problem, arrays)
+        plan = plan_backward(problem, device(call.q.data.device_id), places, bool(deterministic), requested)
+        workspace = {
+            "statistics": cupy.empty(plan.statistics_bytes, cupy.uint8),
+            "dq_sum": cupy.empty(plan.dq_sum_bytes, cupy.uint8),
+        }
+        run(plan, pointers_of({**arrays, **workspace}))
+        summed = [sum_to(arrays[f"d{n}"], call.operands[n].shape).astype(problem.dtype, copy=False) for n in operands]
+    return gradients_type(operands)(*(arrays[name] for name in gradients), *summed)
+
+
+def empty(shape: tuple[int, ...], problem: Problem, dtype: Any) -> Any:
+    """New array with the axes (*batch, heads, seq, dim), contiguous in the caller's layout."""
+    return in_layout_view(cupy.empty(in_layout(shape, problem.layout), dtype), problem)
+
+
+def in_layout_view(array: Any, problem: Problem) -> Any:
+    return array.swapaxes(-3, -2) if problem.layout == "bshd" else array
+
+
+def in_one_batch(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Contiguous copies, operands broadcast along the batch axes, so that these can be merged into one."""
+    axes = len(problem.batch)
+    return {
+        name: cupy.ascontiguousarray(cupy.broadcast_to(x, (*problem.batch, *x.shape[axes:])))
+        for name, x in arrays.items()
+    }
+
+
+def sum_to(x: Any, shape: tuple[int, ...]) -> Any:
+    """Sum over the axes that were broadcast from `shape`."""
+    axes = tuple(axis for axis, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if have != want)
+    return x.sum(axis=axes, keepdims=True) if axes else x
+
+
+# ---- repeated calls -------------------------------------------------------------------------------------------------
+class Replay(NamedTuple):
+    """A forward that ran before: its plan, and the results to allocate."""
+
+    plan: Plan
+    device: int
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...] | None
+
+
+_replays: dict[Any, Replay] = {}
+
+
+def signature(q: Any, k: Any, v: Any, mask: Any, bias: Any, options: tuple[Any, ...]) -> Any:
+    """What two calls have in common that run the same plan; None for calls that are not replayed."""
+    key: list[Any] = [repr(options)]  # the text also tells 1 from True
+    for x in (q, k, v, mask, bias):
+        if x is not None:
+            if type(x) is not cupy.ndarray:
+                return None
+            memory = x.data
+            key += (x.shape, x.strides, x.dtype, memory.device_id, memory.ptr % 16)
+        key.append(None)
+    return tuple(key)
+
+
+def remember(key: Any, call: Call, out: Any, lse: Any, requested: str | None) -> None:
+    """Keep the plan of a forward that has just run."""
+    problem = call.problem
+    arrays = forward_arrays(call, in_layout_view(out, problem), lse)
+    if key is None or not is_mergeable(problem, arrays):
+        return
+    if len(_replays) >= 4096:
+        _replays.clear()
+    index = call.q.data.device_id
+    plan = plan_forward(problem, device(index), places_of(problem, arrays), requested)
+    _replays[key] = Replay(plan, index, out.shape, None if lse is None else problem.lse_shape)
+
+
+def replay(key: Any, q: Any, k: Any, v: Any, mask: Any, bias: Any) -> tuple[Any, Any] | None:
+    """Output in the caller's layout and lse of a call like one before; None if there was none, or on another device."""
+    found = _replays.get(key)
+    if found is None or cupy.cuda.runtime.getDevice() != found.device:
+        return None
+    out = cupy.empty(found.out_shape, q.dtype)
+    pointers = {"q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr, "out": out.data.ptr}
+    lse = None
+    if found.lse_shape is not None:
+        lse = cupy.empty(found.lse_shape, found.plan.problem.accumulator)
+        pointers["lse"] = lse.data.ptr
+    if mask is not None:
+        pointers["mask"] = mask.data.ptr
+    if bias is not None:
+        pointers["bias"] = bias.data.ptr
+    run(found.plan, pointers)
+    return out, lse
+
+
+# ---- explaining -----------------------------------------------------------------------------------------------------
+def explain(call: Call, requested: str | None = None) -> Explanation:
+    """What the forward of a call on CuPy arrays would run, with the compiled kernel's registers."""
+    problem = call.problem
+    with cupy.cuda.Device(call.q.data.device_id):
+        arrays = forward_arrays(call, empty(problem.out_shape, problem, call.q.dtype), None)
+        if not is_mergeable(problem, arrays):
+            arrays = in_one_batch(problem, arrays)
+        plan = plan_forward(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
+        (step,) = plan.steps
+        kernel = jit.load(step.variant, plan.device.index)
+    seconds = floor_seconds(problem, plan.device)
+    config: Any = step.config
+    return Explanation(
+        backend=plan.backend,
+        reasons=plan.reasons,
+        problem=str(problem),
+        device=str(plan.device),
+        variant=step.variant.entry,
+        tile=(config.block_q, config.block_k),
+        grid=step.blocks,
+        threads=config.threads,
+        registers=kernel.registers,
+        spilled_bytes=kernel.local_bytes,
+        shared_bytes=config.shared_bytes(ITEMSIZE[problem.dtype]),
+        floor_ms=None if seconds is None else 1e3 * seconds,
+        notes=() if config.aligned else ("rows are not 16-byte aligned: elements are copied one by one",),
+    )
