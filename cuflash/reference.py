@@ -1,0 +1,207 @@
+"""Attention in NumPy float64, dense, written to be read: what every other backend is compared with.
+
+The whole of attention, for one head, with queries Q (seq_q, d), keys K (seq_k, d) and values V (seq_k, d_v):
+
+* scores       S = scale · Q Kᵀ, changed by softcap, other score modifiers and bias, in this order;
+* visibility   a score whose key may not be seen by its query becomes −∞;
+* softmax      P = exp(S − L) with L = log Σ_j exp(S_j), row by row;
+* output       O = P V.
+
+Backward, for a loss whose gradient is g = dL/dO (and dL/dL = dlse):
+
+* dV = Pᵀ g                       from O = P V;
+* dP = g Vᵀ                       likewise;
+* dS = P ∘ (dP − δ + dlse)        softmax, with δ_i = Σ_j P_ij dP_ij = g_i · o_i;
+* dS ← dS ∘ f'                    back through each score modifier f;
+* dQ = scale · dS K, dK = scale · dSᵀ Q.
+
+Everything of the size seq_q · seq_k stands in memory, which is what the other backends avoid (Dao et al.,
+arXiv:2205.14135; the same equations are in its appendix B).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.gradients import differentiable_operands, gradients_type
+from cuflash.modifiers import Tile
+from cuflash.problem import Call
+
+Array = NDArray[Any]
+
+
+def forward(call: Call) -> tuple[Array, Array]:
+    """Output and log-sum-exp of one call, in float64.
+
+    Parameters
+    ----------
+    call
+        A `cuflash.problem.Call` with NumPy arrays of any supported dtype.
+
+    Returns
+    -------
+    out
+        (*batch, heads_q, seq_q, head_dim_v); 0 in a row that sees no key.
+    lse
+        (*batch, heads_q, seq_q), natural logarithm; −∞ in a row that sees no key.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import problem, reference
+    >>> q, k, v = np.zeros((1, 1, 1)), np.zeros((1, 2, 1)), np.array([[[1.0], [3.0]]])
+    >>> reference.forward(problem.describe(q, k, v))[0]
+    array([[[2.]]])
+    """
+    with np.errstate(all="ignore"):  # infinities and NaN of the input are results here, not accidents
+        dense = attend(call)
+        return seen_product(dense.p, dense.seen, dense.v), dense.lse
+
+
+def backward(call: Call, dout: Array, dlse: Array | None = None) -> Any:
+    """Gradients of one call, in float64: a named tuple (dq, dk, dv, then dbias if the call has a bias).
+
+    Parameters
+    ----------
+    call
+        A `cuflash.problem.Call` with NumPy arrays of any supported dtype.
+    dout
+        Gradient of the loss with respect to the output, (*batch, heads_q, seq_q, head_dim_v).
+    dlse
+        The same for the log-sum-exp, (*batch, heads_q, seq_q); None is 0.
+
+    Returns
+    -------
+    Gradients
+        dq, dk and dv have the shapes of q, k and v; dbias that of ``call.operands["bias"]``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import problem, reference
+    >>> q, k, v = np.zeros((1, 1, 1)), np.zeros((1, 2, 1)), np.array([[[1.0], [3.0]]])
+    >>> reference.backward(problem.describe(q, k, v), np.ones((1, 1, 1))).dv
+    array([[[0.5],
+            [0.5]]])
+    """
+    problem = call.problem
+    with np.errstate(all="ignore"):
+        dense = attend(call)
+        q, k, v, p, seen = dense.q, dense.k, dense.v, dense.p, dense.seen
+        # A row that sees no key passes nothing back, whatever its gradient holds.
+        empty = ~seen.any(axis=-1, keepdims=True) | np.isneginf(dense.lse)[..., None]
+        g = np.where(empty, 0, dout.astype(np.float64))
+
+        dv = seen_product(p.swapaxes(-1, -2), seen.swapaxes(-1, -2), g)
+        dp = g @ v.swapaxes(-1, -2)
+        delta = (g * seen_product(p, seen, v)).sum(axis=-1, keepdims=True)
+        if dlse is not None:
+            delta = delta - np.where(empty, 0, dlse.astype(np.float64)[..., None])
+        ds = np.where(seen & ~empty, p * (dp - delta), 0)
+
+        gradients = {}
+        for modifier, slope in reversed(dense.slopes):
+            for name in modifier.differentiable:  # such an operand is added to the scores, so its slope is 1
+                gradients[name] = sum_to(ds, call.operands[name].shape)
+            if slope is not None:
+                ds = np.where(seen, ds * slope, 0)
+
+        dq = problem.scale * seen_product(ds, seen, k)
+        dk = problem.scale * seen_product(ds.swapaxes(-1, -2), seen.swapaxes(-1, -2), q)
+
+        names = differentiable_operands(problem.modifiers)
+        dk, dv = sum_groups(dk, problem.group), sum_groups(dv, problem.group)
+        return gradients_type(names)(dq, dk, dv, *(gradients[name] for name in names))
+
+
+def weights(call: Call) -> Array:
+    """The weights P, (*batch, heads_q, seq_q, seq_k), in float64: each row sums to 1, or to 0 if it sees no key."""
+    with np.errstate(all="ignore"):
+        return attend(call).p
+
+
+def visible(call: Call) -> NDArray[np.bool_]:
+    """True where the query of the row may see the key of the column, (*batch, heads_q, seq_q, seq_k)."""
+    problem = call.problem
+    tile = whole(call)
+    begin, end = np.zeros((problem.seq_q, 1), np.int64), np.full((problem.seq_q, 1), problem.seq_k)
+    for modifier in problem.modifiers:
+        if modifier.kind == "range":
+            begin, end = modifier.narrow(begin, end, tile.q, tile)
+    seen = (begin <= tile.k) & (tile.k < end)
+    for modifier in problem.modifiers:
+        if modifier.kind == "mask":
+            seen = seen & modifier.visible(tile)
+    return np.broadcast_to(seen, problem.score_shape)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Everything the two directions share; every array is float64 and has one head for each query head."""
+
+    q: Array
+    k: Array
+    v: Array
+    seen: NDArray[np.bool_]
+    p: Array
+    lse: Array
+    slopes: list[tuple[Any, Array | None]]  # each score modifier with its derivative; None is 1
+
+
+def attend(call: Call) -> Dense:
+    """Scores, visibility and softmax."""
+    problem = call.problem
+    q = call.q.astype(np.float64)
+    k, v = (x.astype(np.float64).repeat(problem.group, axis=-3) for x in (call.k, call.v))
+    tile, seen = whole(call), visible(call)
+
+    s = problem.scale * (q @ k.swapaxes(-1, -2))
+    slopes = []
+    for modifier in problem.modifiers:
+        if modifier.kind == "score":
+            slopes.append((modifier, modifier.slope(s, tile)))
+            s = modifier.apply(s, tile)
+    s = np.where(seen, s, -np.inf)
+
+    m = s.max(axis=-1, keepdims=True, initial=-np.inf)
+    e = np.exp(s - np.where(np.isneginf(m), 0, m))  # −∞ − (−∞) would be NaN: an empty row is shifted by 0
+    total = e.sum(axis=-1, keepdims=True)
+    p = np.where(seen & (total != 0), e / np.where(total == 0, 1, total), 0)
+    lse = np.where(total == 0, -np.inf, m + np.log(np.where(total == 0, 1, total)))
+    return Dense(q, k, v, seen, p, lse[..., 0], slopes)
+
+
+def whole(call: Call) -> Tile:
+    """The one tile that covers all scores."""
+    return Tile(call.problem, call.operands, slice(0, call.problem.seq_q), slice(0, call.problem.seq_k))
+
+
+def seen_product(left: Array, seen: NDArray[np.bool_], right: Array) -> Array:
+    """``left @ right`` over the pairs in `seen` alone; `left` is 0 outside them.
+
+    In a plain product a NaN or an infinity in row j of `right` reaches every row of the result, because 0 · NaN is NaN.
+    Here it reaches the rows that see j and no other.
+    """
+    finite = np.isfinite(right)
+    result = left @ np.where(finite, right, 0)
+    rest = np.where(finite, 0, right)
+    for j in np.flatnonzero((~finite).any(axis=(*range(right.ndim - 2), -1))):
+        result = result + np.where(seen[..., :, j, None], left[..., :, j, None] * rest[..., None, j, :], 0)
+    return result
+
+
+def sum_groups(x: Array, group: int) -> Array:
+    """Sum over the query heads that share a key head: (*batch, heads_q, ...) to (*batch, heads_k, ...)."""
+    *batch, heads_q, seq, dim = x.shape
+    total: Array = x.reshape(*batch, heads_q // group, group, seq, dim).sum(axis=-3)
+    return total
+
+
+def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """Sum over the axes that were broadcast from length 1: the gradient of broadcasting."""
+    total: Array = x.sum(axis=tuple(axis for axis, n in enumerate(shape) if n == 1), keepdims=True)
+    return total

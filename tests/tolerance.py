@@ -1,0 +1,215 @@
+"""The one rule by which results are judged, for every backend, dtype and option.
+
+The error against float64 on the same rounded inputs may be twice the error of plain attention in the storage dtype,
+plus a floor of a few units in the last place.  A value that is not finite on one side only is a failure, and where a
+row sees no key, or a key is seen by no row, results are exactly 0 (lse: −∞).
+
+"Plain attention in the storage dtype" is dense, sums in the accumulator's dtype (float32, for float64 float64), and
+rounds what a separate operation would have stored: the weights P, the output, the gradient of the scores.  Errors are
+compared matrix by matrix, (seq, dim) of one head, so that one bad head cannot hide behind a coarser one.
+
+The floor keeps chance out of it, since in a small matrix plain attention may be exact by luck.  It has three parts: one
+unit in the last place of the result; a few units of the accumulator in the sums that lead to it, with absolute terms in
+place of signed ones (with a single key the gradient of its score is 0, and what is left is their rounding); and one
+rounding of each stored intermediate, these added as random errors are, by squares.
+"""
+
+import numpy as np
+
+from cuflash import reference
+from cuflash.gradients import differentiable_operands
+from cuflash.modifiers import Tile
+from cuflash.reference import sum_groups, sum_to
+
+FEW = 4  # units in the last place of the accumulator
+
+
+def assert_close(got, want, plain, name, floor=0.0):
+    """Fail unless `got` is as near to `want` (float64) as the rule asks; `plain` is plain attention's result.
+
+    The last two axes are one matrix, within which the largest errors are compared; `floor`, which broadcasts to the
+    other axes, is allowed on top.  Returns the largest error in units of what is allowed.
+    """
+    assert got.shape == want.shape == plain.shape, f"{name}: shape {got.shape}, want {want.shape}, plain {plain.shape}"
+    assert got.dtype == plain.dtype, f"{name}: dtype {got.dtype}, want {plain.dtype}"
+    if got.size == 0:
+        return 0.0
+    with np.errstate(all="ignore"):
+        stored = want.astype(got.dtype).astype(np.float64)  # what overflows in the dtype is infinite there
+        rounded, given = plain.astype(np.float64), got.astype(np.float64)
+        finite = np.isfinite(stored)
+        wrong = np.where(finite, ~np.isfinite(given), ~((given == stored) | (np.isnan(given) & np.isnan(stored))))
+        if wrong.any():
+            at = tuple(map(int, np.argwhere(wrong)[0]))
+            raise AssertionError(f"{name}{list(at)} is {given[at]}, want {stored[at]} ({wrong.sum()} such values)")
+        error = matrix_max(np.where(finite, abs(given - want), 0))
+        of_plain = matrix_max(np.where(finite & np.isfinite(rounded), abs(rounded - want), 0))
+        ulp = epsilon(got.dtype) * matrix_max(np.where(finite, abs(want), 0))
+        allowed = 2 * of_plain + ulp + floor
+        ratio = np.where(error == 0, 0, error / np.where(allowed == 0, np.finfo(np.float64).tiny, allowed))
+    at = np.unravel_index(np.argmax(ratio), ratio.shape)
+    assert ratio[at] <= 1, (
+        f"{name}{list(map(int, at))}: error {error[at]:.3g}, allowed {np.broadcast_to(allowed, error.shape)[at]:.3g} "
+        f"(plain attention in {got.dtype}: {of_plain[at]:.3g})"
+    )
+    return float(ratio[at])
+
+
+def assert_zero(got, where, name):
+    """Fail unless `got` is exactly 0 at `where`, which broadcasts to it."""
+    wrong = np.broadcast_to(where, got.shape) & ~(got.astype(np.float64) == 0)
+    assert not wrong.any(), f"{name}{np.argwhere(wrong)[0].tolist()} is {got[wrong][0]}: must be exactly 0"
+
+
+class Expectation:
+    """What one call must return; arrays have the axes (*batch, heads, seq, dim)."""
+
+    def __init__(self, call, dout=None, dlse=None):
+        self.call, self.dout, self.dlse = call, dout, dlse
+        self.seen = reference.visible(call)
+        self.out, self.lse = reference.forward(call)
+        self.plain = plain_attention(call, dout, dlse)
+        self.floors = floors(call, dout)
+
+    def check_forward(self, out, lse=None):
+        """Check an output and, if given, a log-sum-exp; returns the largest error in units of what is allowed."""
+        empty = ~self.seen.any(axis=-1)
+        assert_zero(out, empty[..., None], "out")
+        ratios = [assert_close(out, self.out, self.plain["out"], "out", self.floors["out"])]
+        if lse is not None:
+            assert np.isneginf(lse[empty]).all(), f"lse of rows that see no key is {lse[empty]}: must be -inf"
+            want, plain = self.lse[..., None], self.plain["lse"][..., None]
+            ratios.append(assert_close(lse[..., None], want, plain, "lse", self.floors["lse"]))
+        return max(ratios)
+
+    def check_backward(self, gradients):
+        """Check a `Gradients`; returns the largest error in units of what is allowed."""
+        want = reference.backward(self.call, self.dout, self.dlse)
+        assert gradients._fields == want._fields, f"gradients are {gradients._fields}: must be {want._fields}"
+        empty_row = ~self.seen.any(axis=-1)
+        unseen_key = ~sum_groups(self.seen.any(axis=-2)[..., None], self.call.problem.group).astype(bool)
+        assert_zero(gradients.dq, empty_row[..., None], "dq")
+        assert_zero(gradients.dk, unseen_key, "dk")
+        assert_zero(gradients.dv, unseen_key, "dv")
+        for name in want._fields[3:]:
+            got = getattr(gradients, name)
+            assert_zero(got, sum_to(self.seen, got.shape) == 0, name)
+        return max(
+            assert_close(getattr(gradients, name), getattr(want, name), self.plain[name], name, self.floors[name])
+            for name in want._fields
+        )
+
+
+def plain_attention(call, dout=None, dlse=None):
+    """out, lse and, with `dout`, the gradients by name, of dense attention that rounds what it would store."""
+    problem, dtype = call.problem, call.q.dtype
+    accumulator = np.dtype(problem.accumulator)
+
+    def stored(x):
+        return x.astype(dtype).astype(accumulator)
+
+    with np.errstate(all="ignore"):
+        seen = reference.visible(call)
+        heads_seen = seen.any(axis=-2)[..., None]
+        q = call.q.astype(accumulator)
+        k, v = (np.where(heads_seen, x.astype(accumulator).repeat(problem.group, axis=-3), 0) for x in (call.k, call.v))
+        tile = Tile(problem, call.operands, slice(0, problem.seq_q), slice(0, problem.seq_k))
+        s, slopes = (q @ k.swapaxes(-1, -2)) * accumulator.type(problem.scale), []
+        for modifier in problem.modifiers:
+            if modifier.kind == "score":
+                slopes.append((modifier, modifier.slope(s, tile)))
+                s = modifier.apply(s, tile)
+        assert s.dtype == accumulator, f"the twins turned {accumulator} scores into {s.dtype}"
+        s = np.where(seen, s, -np.inf)
+        m = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        e = np.exp(s - np.where(np.isneginf(m), 0, m))
+        total = e.sum(axis=-1, keepdims=True)
+        lse = np.where(total == 0, -np.inf, m + np.log(np.where(total == 0, 1, total)))
+        p = e / np.where(total == 0, 1, total)
+        result = {"out": (stored(p) @ v).astype(dtype), "lse": lse[..., 0].astype(accumulator)}
+        if dout is None:
+            return result
+        g = np.where(np.isneginf(lse), 0, dout.astype(accumulator))
+        delta = (g * result["out"].astype(accumulator)).sum(axis=-1, keepdims=True)
+        if dlse is not None:
+            delta -= np.where(np.isneginf(lse), 0, dlse.astype(accumulator)[..., None])
+        ds = p * (g @ v.swapaxes(-1, -2) - delta)
+        for modifier, slope in reversed(slopes):
+            for name in modifier.differentiable:
+                operand = call.operands[name]
+                result[f"d{name}"] = sum_to(ds, operand.shape).astype(operand.dtype)
+            ds = ds if slope is None else ds * slope
+        ds = stored(ds)
+        result["dq"] = (accumulator.type(problem.scale) * (ds @ k)).astype(dtype)
+        dk = accumulator.type(problem.scale) * (ds.swapaxes(-1, -2) @ q)
+        result["dk"] = sum_groups(dk, problem.group).astype(dtype)
+        result["dv"] = sum_groups(stored(p).swapaxes(-1, -2) @ g, problem.group).astype(dtype)
+        return result
+
+
+def floors(call, dout=None):
+    """What is allowed on top of plain attention's error, by result; one number per matrix."""
+    problem = call.problem
+    scale, unit, half = abs(problem.scale), epsilon(np.dtype(problem.accumulator)), epsilon(call.q.dtype) / 2
+    with np.errstate(all="ignore"):
+        seen = reference.visible(call)
+        heads_seen = seen.any(axis=-2)[..., None]
+        q = numbers(call.q)
+        k, v = (np.where(heads_seen, numbers(x).repeat(problem.group, axis=-3), 0) for x in (call.k, call.v))
+        p = np.nan_to_num(reference.weights(call))
+        # A score is known to the unit of its largest term, and an error of the score is a relative error of its weight.
+        s = scale * matrix_max(np.where(seen, abs(q) @ transpose(abs(k)), 0))
+        for operand in call.operands.values():
+            if operand.dtype != bool and operand.dtype.kind not in "iu":
+                distance = problem.seq_q + problem.seq_k if operand.shape[-2:] == (1, 1) else 1
+                s = s + distance * np.broadcast_to(matrix_max(abs(numbers(operand))), s.shape)
+        relative = FEW * unit * (1 + s)
+        result = {"out": relative * matrix_max(abs(v)) + half * rms_max(p**2 @ v**2), "lse": relative}
+        if dout is None:
+            return result
+
+        def grouped(x):
+            return sum_groups(x, problem.group)
+
+        group_relative = relative.reshape(*relative.shape[:-1], problem.heads_k, problem.group).max(axis=-1)
+        g = numbers(dout)
+        # Sums of the accumulator: dP and δ may cancel, so each counts with its absolute terms.
+        dp = abs(g) @ transpose(abs(v))
+        ds = p * (dp + (p * dp).sum(axis=-1, keepdims=True))
+        result["dq"] = relative * scale * matrix_max(ds @ abs(k))
+        result["dk"] = group_relative * scale * matrix_max(grouped(transpose(ds) @ abs(q)))
+        result["dv"] = group_relative * matrix_max(grouped(transpose(p) @ abs(g)))
+        # Roundings of stored values: dS, P, and the output that δ is made of, whose error all keys of a row share.
+        dp = g @ transpose(v)
+        ds2 = (p * (dp - (p * dp).sum(axis=-1, keepdims=True))) ** 2
+        delta2 = (g**2 * (p @ v) ** 2).sum(axis=-1, keepdims=True)
+        result["dq"] += half * scale * rms_max(ds2 @ k**2 + delta2 * (p @ k) ** 2)
+        result["dk"] += half * scale * rms_max(grouped(transpose(ds2 + p**2 * delta2) @ q**2))
+        result["dv"] += half * rms_max(grouped(transpose(p**2) @ g**2))
+        for name in differentiable_operands(problem.modifiers):
+            shape = call.operands[name].shape
+            sums = relative.max(initial=0) * matrix_max(sum_to(ds, shape))
+            result[f"d{name}"] = sums + half * matrix_max(sum_to(p * np.sqrt(delta2), shape))
+        return result
+
+
+def matrix_max(x):
+    return x.max(axis=(-2, -1), initial=0)
+
+
+def rms_max(squares):
+    return np.sqrt(matrix_max(squares))
+
+
+def transpose(x):
+    return x.swapaxes(-1, -2)
+
+
+def numbers(x):
+    """float64 with 0 in place of what is not finite."""
+    return np.nan_to_num(x.astype(np.float64), nan=0, posinf=0, neginf=0)
+
+
+def epsilon(dtype):
+    """Distance from 1 to the next number."""
+    return float(np.spacing(dtype.type(1)))
