@@ -1,0 +1,531 @@
+"""Measure cuflash beside other systems, for the README: one process, random rotation among the systems, medians.
+
+    python scripts/bench.py --suite foundation --peers torch --out scripts/results/h200-foundation.json
+    python scripts/bench.py --suite foundation --cpu --out scripts/results/cpu-foundation.json
+
+Times on the GPU are sustained ones: batches of calls back to back, between two CUDA events.  Every system gets the same
+data, and what cuflash computes is compared with a peer once per shape: a kernel that is wrong posts no time.  Whatever
+fails becomes a row with `failure`, and the rest goes on.  PyTorch's attention is asked for by name: FlashAttention-2
+("fa2"), "cudnn", memory-efficient ("torch-efficient") and plain ("torch-math").
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout is measured, whatever is installed
+
+import cuflash
+from cuflash.cli import bench, text
+from cuflash.cli.machine import stamp, this_machine
+from cuflash.cli.measure import Clock
+from cuflash.cli.shape import Shape
+
+Array = Any
+Call = Callable[[], Any]
+Row = dict[str, Any]
+
+LIMIT_S = 200  # no further part of the suite is begun after this
+BATCH_MS = 10.0  # a timed batch of calls fills at least this long
+LARGEST_DIFFERENCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}  # relative, in norm
+
+
+@dataclass
+class Session:
+    """What the measurements share."""
+
+    quick: bool
+    peers: bool
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        return 3 if self.quick else 11
+
+    def add(self, topic: str, system: str, **values: Any) -> None:
+        """Keep a row and show it."""
+        row = {"topic": topic, "system": system, **values}
+        self.rows.append(row)
+        keys = ("direction", "dtype", "seq_q", "head_dim", "causal", "backend")
+        shown = [f"{k}={row[k]}" for k in keys if row.get(k) is not None]
+        measured = ("ms", "tflops", "us", "error", "peak_bytes", "extra_bytes", "failure")
+        shown += [
+            f"{k}={row[k]:.4g}" if isinstance(row[k], float) else f"{k}={row[k]}"
+            for k in measured
+            if row.get(k) is not None
+        ]
+        print(f"{topic:10s} {system:16s} {' '.join(shown)}", flush=True)
+
+    @contextlib.contextmanager
+    def part(self, topic: str, system: str, **values: Any) -> Iterator[None]:
+        """A part of the suite; what it raises becomes a row."""
+        try:
+            yield
+        except Exception as failure:
+            self.add(
+                topic, system, **values, failure=f"{type(failure).__name__}: {' '.join(str(failure).split())[:400]}"
+            )
+        finally:
+            release_memory()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--suite", choices=("foundation",), default="foundation")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--peers", choices=("torch",), help="also measure the attention of this framework")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds")
+    parser.add_argument("--cpu", action="store_true", help="only what needs no GPU")
+    arguments = parser.parse_args()
+
+    random.seed(0)
+    started = time.perf_counter()
+    session = Session(arguments.quick, arguments.peers is not None)
+    machine = this_machine()
+    if not machine.devices and not arguments.cpu:
+        sys.exit(f"no GPU to measure ({machine.no_gpu}); --cpu measures the NumPy backend")
+    print(machine.headline, machine.versions, flush=True)
+    on_gpu = () if arguments.cpu else (tensor_cores, wide_types, memory, host_time, first_call)
+    for part in (*on_gpu, processor):
+        if time.perf_counter() - started > LIMIT_S:
+            session.add(part.__name__, "cuflash", failure=f"left out: {LIMIT_S} s are over")
+        else:
+            part(session)
+
+    result = stamp(machine, session.rows)
+    if session.peers:
+        with contextlib.suppress(ImportError):
+            import torch
+
+            result["versions"] |= {"torch": torch.__version__, "cudnn": str(torch.backends.cudnn.version())}
+    result["seconds"] = round(time.perf_counter() - started, 1)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{arguments.out}: {len(session.rows)} rows in {result['seconds']} s\n")
+    print(summary(session.rows))
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data and timing on the GPU
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Data:
+    """The same random inputs as CuPy arrays and, with peers, as PyTorch tensors over the same memory."""
+
+    shape: Shape
+    dtype: str
+    arrays: tuple[Array, ...]  # q, k, v, dout
+    tensors: tuple[Array, ...]
+
+    @classmethod
+    def make(cls, shape: Shape, dtype: str, with_tensors: bool) -> Data:
+        import cupy
+
+        if not with_tensors:
+            return cls(shape, dtype, tuple(cupy.asarray(x) for x in shape.arrays(dtype)), ())
+        import torch
+
+        generator = torch.Generator(device="cuda").manual_seed(0)
+        tensors = tuple(
+            torch.randn(sizes, generator=generator, device="cuda", dtype=torch.float32).to(getattr(torch, dtype))
+            for sizes in (shape.q, shape.k, shape.v, shape.out)
+        )
+        return cls(shape, dtype, tuple(cupy.from_dlpack(x) for x in tensors), tensors)
+
+
+def release_memory() -> None:
+    """Give cached memory back, so that one system's pool does not starve the other's."""
+    cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
+    with contextlib.suppress(Exception):
+        if cupy is not None and cupy.cuda.is_available():
+            cupy.get_default_memory_pool().free_all_blocks()
+    with contextlib.suppress(Exception):
+        if torch is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def rotate(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each call; in every round each has one batch, in a new random order."""
+    import cupy
+
+    def batch(call: Call, count: int) -> float:
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return float(cupy.cuda.get_elapsed_time(begin, end)) / count
+
+    counts = {}
+    for name, call in calls.items():
+        batch(call, 2)
+        counts[name] = max(2, min(500, round(BATCH_MS / max(batch(call, 2), 1e-3))))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name in random.sample(list(calls), len(calls)):
+            times[name].append(batch(calls[name], counts[name]))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def difference(found: Array, expected: Array) -> float:
+    """Norm of the difference relative to the norm of what is expected; tensors of PyTorch, compared in float64."""
+    found, expected = found.double(), expected.double()
+    return float((found - expected).norm() / expected.norm())
+
+
+def largest_difference(found: tuple[Array, ...], expected: tuple[Array, ...]) -> float:
+    """The largest of the outputs' differences; CuPy arrays on the left, tensors on the right."""
+    import torch
+
+    return max(difference(torch.from_dlpack(x), y) for x, y in zip(found, expected, strict=True))
+
+
+def peer_calls(backend: str, data: Data, causal: bool) -> tuple[Call, Call, Array, tuple[Array, ...]]:
+    """Forward, backward, output and gradients of one of PyTorch's attention backends."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    q, k, v, dout = data.tensors
+    chosen = getattr(SDPBackend, backend)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(chosen):
+        saved = scaled_dot_product_attention(*leaves, is_causal=causal)
+
+    def forward() -> Array:
+        with torch.no_grad(), sdpa_kernel(chosen):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def backward() -> tuple[Array, ...]:
+        return torch.autograd.grad(saved, leaves, dout, retain_graph=True)  # type: ignore[no-any-return]
+
+    return forward, backward, forward(), backward()
+
+
+def measure_speed(
+    session: Session, topic: str, shape: Shape, dtype: str, causal: bool, peers: dict[str, str], exact: bool
+) -> None:
+    """Forward and backward of one shape: cuflash and `peers`, a system's name to the name of PyTorch's backend.
+
+    With `exact`, the errors of all systems against float64 are kept; else cuflash's difference from the first peer.
+    """
+    data = Data.make(shape, dtype, session.peers)
+    q, k, v, dout = data.arrays
+    out, lse = cuflash.attention(q, k, v, causal=causal, return_lse=True)
+    calls: dict[str, dict[str, Call]] = {
+        "forward": {"cuflash": lambda: cuflash.attention(q, k, v, causal=causal, return_lse=True)},
+        "backward": {"cuflash": lambda: cuflash.attention_backward(dout, q, k, v, out, lse, causal=causal)},
+    }
+    results: dict[str, dict[str, Any]] = {"forward": {}, "backward": {}}
+    sizes: Row = {"dtype": dtype, **asdict(shape), "causal": causal}
+    if session.peers:
+        for system, name in peers.items():
+            with session.part(topic, system, **sizes):
+                forward, backward, peer_out, peer_grads = peer_calls(name, data, causal)
+                calls["forward"][system], calls["backward"][system] = forward, backward
+                results["forward"][system], results["backward"][system] = (peer_out,), peer_grads
+    truth = exact_results(data, causal) if exact and session.peers else None
+    own = {"forward": lambda: (out,), "backward": lambda: tuple(calls["backward"]["cuflash"]())}
+    for direction, systems in calls.items():
+        with session.part(topic, "cuflash", direction=direction, **sizes):
+            expected = truth[direction] if truth else next(iter(results[direction].values()), None)
+            errors: dict[str, float] = {}
+            if expected is not None:
+                errors["cuflash"] = largest_difference(own[direction](), expected)
+                if not errors["cuflash"] <= LARGEST_DIFFERENCE[dtype]:
+                    wrong = f"wrong: relative difference {errors['cuflash']:.3g}"
+                    session.add(topic, "cuflash", direction=direction, **sizes, failure=wrong)
+                    del systems["cuflash"]
+            if truth:
+                errors |= {
+                    system: max(difference(x, y) for x, y in zip(found, truth[direction], strict=True))
+                    for system, found in results[direction].items()
+                }
+            backend = backend_of(q, k, v, causal)
+            for system, ms in rotate(systems, session.rounds).items():
+                session.add(
+                    topic,
+                    system,
+                    direction=direction,
+                    backend=backend if system == "cuflash" else None,
+                    **sizes,
+                    ms=ms,
+                    tflops=shape.operations(direction, causal) / ms / 1e9,
+                    error=errors.get(system),
+                    against="float64" if truth else next(iter(results[direction]), None),
+                )
+
+
+def backend_of(q: Array, k: Array, v: Array, causal: bool) -> str:
+    """The backend that was timed; a fault in `explain` must not cost the times."""
+    try:
+        return str(cuflash.explain(q, k, v, causal=causal).backend)
+    except Exception as failure:
+        return f"unknown: {type(failure).__name__}"
+
+
+def exact_results(data: Data, causal: bool) -> dict[str, tuple[Array, ...]]:
+    """Plain attention in float64 by PyTorch, on the same inputs."""
+    wide = Data(data.shape, "float64", (), tuple(x.double() for x in data.tensors))
+    *_, out, gradients = peer_calls("MATH", wide, causal)
+    return {"forward": (out,), "backward": gradients}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parts of the suite
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def tensor_cores(session: Session) -> None:
+    """Bfloat16 with batch · seq = 16384 and heads · head_dim = 2048."""
+    for head_dim in (64, 128):
+        for seq in (4096,) if session.quick else (4096, 16384):
+            heads = 2048 // head_dim
+            shape = Shape(16384 // seq, heads, heads, seq, seq, head_dim, head_dim)
+            for causal in (False, True):
+                with session.part("speed", "cuflash", dtype="bfloat16", **asdict(shape), causal=causal):
+                    peers = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+                    measure_speed(session, "speed", shape, "bfloat16", causal, peers, exact=False)
+
+
+def wide_types(session: Session) -> None:
+    """Float32 and float64, with the error against float64."""
+    shape = Shape(1, 16, 16, 4096, 4096, 128, 128)
+    for dtype, peers in (("float32", {"torch-efficient": "EFFICIENT_ATTENTION"}), ("float64", {"torch-math": "MATH"})):
+        for causal in (False,) if session.quick else (False, True):
+            with session.part("precision", "cuflash", dtype=dtype, **asdict(shape), causal=causal):
+                measure_speed(session, "precision", shape, dtype, causal, peers, exact=dtype == "float32")
+
+
+def memory(session: Session) -> None:
+    """Device memory of forward and backward beyond the inputs; `extra_bytes` beyond the results too."""
+    shape = Shape(2, 16, 16, 8192, 8192, 128, 128)
+    common: Row = {"dtype": "bfloat16", **asdict(shape), "causal": False}
+    with session.part("memory", "cuflash", **common):
+        import cupy
+
+        data = Data.make(shape, "bfloat16", session.peers)
+        q, k, v, dout = data.arrays
+        clock = Clock(cupy)
+        out, lse = cuflash.attention(q, k, v, return_lse=True)
+        grads = cuflash.attention_backward(dout, q, k, v, out, lse)
+        results = {"forward": out.nbytes + lse.nbytes, "backward": sum(x.nbytes for x in grads)}
+        del grads
+        calls = {
+            "forward": lambda: cuflash.attention(q, k, v, return_lse=True),
+            "backward": lambda: cuflash.attention_backward(dout, q, k, v, out, lse),
+        }
+        scores = shape.batch * shape.heads_q * shape.seq_q * shape.seq_k * 2
+        for direction, call in calls.items():
+            peak = clock.peak_bytes(call)
+            beyond = peak - results[direction]
+            session.add(
+                "memory",
+                "cuflash",
+                direction=direction,
+                **common,
+                peak_bytes=peak,
+                extra_bytes=beyond,
+                score_matrix_bytes=scores,
+            )
+        if session.peers:
+            import torch
+
+            forward, backward, *_ = peer_calls("FLASH_ATTENTION", data, causal=False)
+            for direction, call in (("forward", forward), ("backward", backward)):
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                call()
+                torch.cuda.synchronize()
+                peak = torch.cuda.max_memory_allocated() - before
+                session.add("memory", "fa2", direction=direction, **common, peak_bytes=peak)
+
+
+def host_time(session: Session) -> None:
+    """What a repeated small call costs the host: calls without waiting for the GPU, in microseconds."""
+    import cupy
+
+    shape = Shape(1, 4, 4, 64, 64, 64, 64)
+    common: Row = {"direction": "forward", "dtype": "bfloat16", **asdict(shape), "causal": False}
+    calls: dict[str, Call] = {}
+    with session.part("host", "cuflash", **common):
+        data = Data.make(shape, "bfloat16", session.peers)
+        q, k, v, _ = data.arrays
+        calls["cuflash"] = lambda: cuflash.attention(q, k, v)
+        out = cupy.empty_like(q)
+        calls["cuflash, out="] = lambda: cuflash.attention(q, k, v, out=out)
+        if session.peers:
+            import torch
+            from torch.nn.functional import scaled_dot_product_attention
+
+            tq, tk, tv, _ = data.tensors
+            calls["cuflash, torch tensors"] = lambda: cuflash.attention(tq, tk, tv)
+            calls["torch"] = lambda: scaled_dot_product_attention(tq, tk, tv)
+        repeats = 5
+        count = 100 if session.quick else 400
+        times: dict[str, list[float]] = {}
+        for name, call in calls.items():
+            with session.part("host", name, **common):
+                for _ in range(20):
+                    call()
+                times[name] = []
+        with torch.no_grad() if session.peers else contextlib.nullcontext():
+            for _ in range(repeats):
+                for name in random.sample(list(times), len(times)):
+                    cupy.cuda.runtime.deviceSynchronize()
+                    start = time.perf_counter()
+                    for _ in range(count):
+                        calls[name]()
+                    times[name].append(1e6 * (time.perf_counter() - start) / count)
+        cupy.cuda.runtime.deviceSynchronize()
+        for name, values in times.items():
+            session.add("host", name, **common, us=statistics.median(values), calls=repeats * count)
+
+
+FIRST_CALL = """
+import json, time
+started = time.perf_counter()
+import cupy, ml_dtypes, numpy
+x = cupy.asarray(numpy.ones((1, 4, 512, 128), ml_dtypes.bfloat16))
+cupy.cuda.runtime.deviceSynchronize()
+times = {"cupy": time.perf_counter() - started}
+def timed(name, call):
+    start = time.perf_counter()
+    result = call()
+    cupy.cuda.runtime.deviceSynchronize()
+    times[name] = time.perf_counter() - start
+    return result
+cuflash = timed("import", lambda: __import__("cuflash"))
+out, lse = timed("forward", lambda: cuflash.attention(x, x, x, causal=True, return_lse=True))
+timed("backward", lambda: cuflash.attention_backward(out, x, x, x, out, lse, causal=True))
+timed("second forward", lambda: cuflash.attention(x, x, x, causal=True, return_lse=True))
+print(json.dumps(times))
+"""
+
+
+def first_call(session: Session) -> None:
+    """The first call of a process in which CuPy is up: with an empty kernel cache, and with a filled one."""
+    shape = Shape(1, 4, 4, 512, 512, 128, 128)
+    common: Row = {"dtype": "bfloat16", **asdict(shape), "causal": True}
+    with session.part("first call", "cuflash", **common), tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"CUPY_CACHE_DIR": cache}
+        for state in ("empty", "filled"):
+            found = subprocess.run(
+                [sys.executable, "-c", FIRST_CALL],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                cwd=Path(__file__).parent.parent,
+            )
+            if found.returncode:
+                raise RuntimeError(f"with the {state} cache: {found.stderr.strip().splitlines()[-1:]}")
+            times = json.loads(found.stdout.splitlines()[-1])
+            for direction in ("forward", "backward"):
+                seconds = times[direction] + (times["import"] if direction == "forward" else 0)
+                session.add(
+                    "first call", "cuflash", direction=direction, **common, ms=1e3 * seconds, cache=state, seconds=times
+                )
+
+
+def processor(session: Session) -> None:
+    """The NumPy backend beside plain attention in NumPy."""
+    seqs = (256,) if session.quick else (1024, 2048)
+    for seq in seqs:
+        shape = Shape(1, 8, 8, seq, seq, 64, 64)
+        with session.part("processor", "cuflash", dtype="float32", **asdict(shape), causal=True):
+            rows = bench.Bench(np, shape, "float32", causal=True).rows(
+                ("cuflash", "plain"), bench.DIRECTIONS, 3 if session.quick else 7, text.Progress()
+            )
+            for row in rows:
+                session.add("processor", row.pop("system"), **row)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table at the end
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """A row of cuflash and what it must reach: a share of a peer's speed at least, or a limit at most."""
+
+    name: str
+    topic: str
+    where: dict[str, Any]
+    peer: str | None = None
+    at_least: float = 0.0
+    measure: str = "ms"
+    at_most: float = 0.0
+
+
+TARGETS = (
+    Target("bfloat16 forward : fa2", "speed", {"direction": "forward"}, "fa2", 1.0),
+    Target("bfloat16 backward : fa2", "speed", {"direction": "backward"}, "fa2", 1.0),
+    Target("float32 forward : torch-efficient", "precision", {"direction": "forward"}, "torch-efficient", 0.9),
+    Target("float32 backward : torch-efficient", "precision", {"direction": "backward"}, "torch-efficient", 0.9),
+    Target("float64 forward : torch-math", "precision", {"direction": "forward"}, "torch-math", 1.0),
+    Target("host time of a call, us", "host", {}, measure="us", at_most=25.0),
+    Target("first call, empty cache, ms", "first call", {"cache": "empty", "direction": "forward"}, at_most=2500.0),
+    Target("first call, filled cache, ms", "first call", {"cache": "filled", "direction": "forward"}, at_most=500.0),
+)
+
+
+def summary(rows: list[Row]) -> str:
+    """Each target with what was measured, then whatever failed."""
+    lines = []
+    for target in TARGETS:
+        own = [
+            row
+            for row in rows
+            if row["topic"] == target.topic
+            and row["system"] == "cuflash"
+            and all(row.get(key) == value for key, value in target.where.items())
+            and row.get(target.measure) is not None
+        ]
+        for row in own:
+            value: float = row[target.measure]
+            case = " ".join(str(row[key]) for key in ("batch", "heads_q", "seq_q", "head_dim"))
+            case += " causal" if row["causal"] else ""
+            if target.peer is None:
+                ok = value <= target.at_most
+                lines.append((target.name, case, f"{value:.1f}", f"<= {target.at_most:g}", "PASS" if ok else "MISS"))
+                continue
+            keys = ("topic", "direction", "dtype", *Shape.__dataclass_fields__, "causal")
+            peer = [r for r in rows if r["system"] == target.peer and all(r.get(k) == row.get(k) for k in keys)]
+            if peer and peer[0].get("ms"):
+                share = peer[0]["ms"] / value
+                figures = f"{row['tflops']:.1f} : {peer[0]['tflops']:.1f} TFLOP/s = {share:.2f}"
+                verdict = "PASS" if share >= target.at_least else "MISS"
+                lines.append((target.name, case, figures, f">= {target.at_least:g}", verdict))
+    parts = []
+    if lines:
+        parts.append(
+            text.table(("target", "batch heads seq head_dim", "measured", "wanted", ""), lines, left=2, indent="")
+        )
+    failures = dict.fromkeys(f"FAILED {r['topic']} {r['system']}: {r['failure']}" for r in rows if r.get("failure"))
+    return "\n".join([*parts, *failures]) or "nothing here has a target"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,278 @@
+"""Print README's tables from the measured results, so that no figure in it is typed by hand.
+
+    python scripts/tables.py            # rewrite README.md between its markers
+    python scripts/tables.py --check    # exit 1 if README.md is not what the results say
+
+A table stands between ``<!-- table: NAME TOPIC -->`` and ``<!-- end of table -->``.  NAME is a file in scripts/results/
+and TOPIC what its rows call so; or NAME is "package", and the table is printed from the package itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package of this checkout
+
+from cuflash import backends
+from cuflash.cli import text
+from cuflash.errors import UnsupportedError
+from cuflash.problem import DTYPES, Problem
+
+Row = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "scripts" / "results"
+MARKED = re.compile(r"(<!-- table: (\S+) ([^>]+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+SYSTEMS = {
+    "cuflash": "cuflash",
+    "fa2": "FlashAttention-2",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+    "cudnn": "cuDNN",
+    "torch-efficient": "memory-efficient",
+    "torch-math": "plain, float64",
+    "torch": "PyTorch",
+    "plain": "plain NumPy",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if README.md would change")
+    arguments = parser.parse_args()
+    before = README.read_text(encoding="utf-8")
+    after = filled(before, RESULTS)
+    if arguments.check:
+        if before != after:
+            print("README.md is not what scripts/results/ says; run: python scripts/tables.py", file=sys.stderr)
+        return int(before != after)
+    README.write_text(after, encoding="utf-8")
+    return 0
+
+
+def filled(document: str, results: Path) -> str:
+    """The document with every marked table printed from its results."""
+
+    def printed(match: re.Match[str]) -> str:
+        head, file, topic, tail = match.groups()
+        body = PACKAGE[topic]() if file == "package" else table(results / f"{file}.json", topic)
+        return f"{head}{body}\n{tail}"
+
+    return MARKED.sub(printed, document)
+
+
+def table(path: Path, topic: str) -> str:
+    """One topic of a result file as Markdown, with its source below."""
+    if topic not in TOPICS:
+        raise SystemExit(f"README.md asks for a table of {topic!r}: known are {', '.join(TOPICS)}")
+    if not path.exists():
+        return f"*Not measured yet: `scripts/results/{path.name}` does not exist.*"
+    result = json.loads(path.read_text(encoding="utf-8"))
+    rows = [row for row in result["rows"] if row["topic"] == topic]
+    measured = [row for row in rows if not row.get("failure")]
+    failures = dict.fromkeys(f"*{name(row)}: {row['failure']}*" for row in rows if row.get("failure"))
+    parts = [TOPICS[topic](measured)] if measured else ["*Nothing could be measured.*"]
+    return "\n\n".join([*parts, *failures, source(path, result, on_gpu=topic != "processor")])
+
+
+def source(path: Path, result: dict[str, Any], on_gpu: bool) -> str:
+    """Where, when and how the figures were measured."""
+    device = f"{result['gpu']}, driver {result['driver']}" if on_gpu else result["processor"]
+    names = ("cuflash", "numpy", *(("cupy", "nvrtc", "torch", "cudnn") if on_gpu else ()))
+    versions = ", ".join(f"{n} {result['versions'][n]}" for n in names if n in result["versions"])
+    return f"<sub>{device}; {versions}; {result['date']}; `scripts/results/{path.name}`, by `{result['command']}`</sub>"
+
+
+def name(row: Row) -> str:
+    """The system as a reader knows it."""
+    return SYSTEMS.get(row["system"], row["system"])
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """A table; the first `left` columns are text, the others numbers."""
+    rule = [":--" if column < left else "--:" for column in range(len(header))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *rows))
+
+
+def grouped(rows: list[Row], keys: Sequence[str]) -> dict[tuple[Any, ...], dict[str, Row]]:
+    """Rows by the values of some keys, then by system."""
+    groups: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), {})[row["system"]] = row
+    return groups
+
+
+def systems_of(rows: list[Row]) -> list[str]:
+    """cuflash first, then the others as they come."""
+    return list(dict.fromkeys(["cuflash", *(row["system"] for row in rows)]))
+
+
+def seq_and_batch(row: Row) -> str:
+    return f"{row['batch']} x {row['heads_q']} x {row['seq_q']} x {row['head_dim']}"
+
+
+# ---- printed from the package ----------------------------------------------------------------------------------------
+GPUS = {
+    75: "Turing (T4, RTX 20)",
+    80: "Ampere (A100)",
+    86: "Ampere (A10, A40, RTX 30)",
+    87: "Orin",
+    89: "Ada (L4, L40, RTX 40)",
+    90: "Hopper (H100, H200)",
+    100: "Blackwell (B200)",
+    103: "Blackwell (B300)",
+    120: "Blackwell (RTX 50, RTX PRO)",
+    121: "Blackwell (DGX Spark)",
+}
+
+
+def support() -> str:
+    """Which backend computes a dtype on a GPU, and what the backends differ in."""
+    x = {dtype: problem_of(dtype) for dtype in DTYPES}
+    lines = []
+    for capability in backends.SHARED_LIMITS:
+        device = backends.described_device(capability)
+        cells = []
+        for dtype in DTYPES:
+            try:
+                cells.append(f"`{backends.select(x[dtype], device)[0].name}`")
+            except UnsupportedError:
+                cells.append("-")
+        lines.append((GPUS.get(capability, "-"), f"sm_{capability}", *cells))
+    lines.append(("none", "host", *["`numpy`"] * len(DTYPES)))
+    differences = [
+        (f"`{b.name}`", b.summary, f"{b.max_head_dim}", "yes" if b.deterministic_backward else "no")
+        for b in backends.BACKENDS
+    ]
+    differences.append(("`numpy`", "tiles in NumPy", "any", "yes"))
+    header = ("backend", "what it is", "largest head size", "backward repeats bit for bit")
+    return "\n\n".join(
+        [markdown(("GPU", "architecture", *DTYPES), lines, left=6), markdown(header, differences, left=4)]
+    )
+
+
+def problem_of(dtype: str) -> Problem:
+    """An ordinary call of a dtype."""
+    return Problem(dtype, (1,), 8, 8, 1024, 1024, 64, 64, scale=0.125)
+
+
+PACKAGE: dict[str, Callable[[], str]] = {"support": support}
+
+
+# ---- printed from results --------------------------------------------------------------------------------------------
+def speed(rows: list[Row]) -> str:
+    """TFLOP/s of every system, and the speed of cuflash as a multiple of the first other one."""
+    keys = ("dtype", "head_dim", "seq_q", "causal", "direction")
+    groups, systems = grouped(rows, keys), systems_of(rows)
+    lines = []
+    for by_system in groups.values():
+        row = next(iter(by_system.values()))
+        rates = [f"{by_system[s]['tflops']:.1f}" if s in by_system else "-" for s in systems]
+        peer = by_system.get(systems[1]) if len(systems) > 1 else None
+        own = by_system.get("cuflash")
+        share = text.ratio(peer and peer["ms"], own and own["ms"])
+        mask = "causal" if row["causal"] else "full"
+        lines.append((row["dtype"], seq_and_batch(row), mask, row["direction"], *rates, share))
+    names = [SYSTEMS.get(system, system) for system in systems]
+    against = [f"{names[0]} : {names[1]}"] if len(names) > 1 else [""]
+    header = ("dtype", "batch x heads x seq x head_dim", "mask", "TFLOP/s", *names, *against)
+    return markdown(header, lines, left=4)
+
+
+def precision(rows: list[Row]) -> str:
+    """Speed and error of the wide dtypes: each has a peer of its own."""
+    lines = []
+    for by_system in grouped(rows, ("dtype", "causal", "direction")).values():
+        own = by_system.pop("cuflash", None)
+        peer = next(iter(by_system.values()), None)
+        row = own or peer
+        if row is None:
+            continue
+        cells = [f"{r['tflops']:.1f}" if r else "-" for r in (own, peer)]
+        errors = [f"{r['error']:.1e}" if r and r.get("error") is not None else "-" for r in (own, peer)]
+        share = text.ratio(peer and peer["ms"], own and own["ms"])
+        mask = "causal" if row["causal"] else "full"
+        lines.append((row["dtype"], mask, row["direction"], name(peer) if peer else "-", *cells, share, *errors))
+    header = (
+        "dtype",
+        "mask",
+        "direction",
+        "other system",
+        "cuflash TFLOP/s",
+        "other",
+        "cuflash : other",
+        "cuflash error",
+        "other",
+    )
+    return markdown(header, lines, left=4)
+
+
+def memory(rows: list[Row]) -> str:
+    """Memory beyond the inputs."""
+    lines = []
+    for by_system in grouped(rows, ("direction",)).values():
+        own = by_system["cuflash"]
+        peers = [text.size(row["peak_bytes"]) for system, row in by_system.items() if system != "cuflash"]
+        figures = (own["peak_bytes"], own["extra_bytes"], own["score_matrix_bytes"])
+        lines.append((own["direction"], seq_and_batch(own), *map(text.size, figures), *(peers or ["-"])))
+    header = (
+        "direction",
+        "batch x heads x seq x head_dim",
+        "cuflash, results included",
+        "beyond the results",
+        "one score matrix would be",
+        SYSTEMS["fa2"],
+    )
+    return markdown(header, lines, left=2)
+
+
+def host(rows: list[Row]) -> str:
+    """Host time of a small call."""
+    lines = [(name(row), f"{row['us']:.1f} us") for row in rows]
+    return markdown(("a small call, repeated", "host time"), lines, left=1)
+
+
+def first_call(rows: list[Row]) -> str:
+    """First calls of a process."""
+    lines = [(row["direction"], row["cache"], f"{row['ms'] / 1e3:.2f} s") for row in rows]
+    return markdown(("first call", "kernel cache", "time"), lines, left=2)
+
+
+def processor(rows: list[Row]) -> str:
+    """The NumPy backend beside plain attention."""
+    lines = []
+    for by_system in grouped(rows, ("seq_q", "direction")).values():
+        own, plain = by_system["cuflash"], by_system["plain"]
+        times = (text.milliseconds(own["ms"]), text.milliseconds(plain["ms"]))
+        sizes = (text.size(own["peak_bytes"]), text.size(plain["peak_bytes"]))
+        lines.append((seq_and_batch(own), own["direction"], *times, *sizes))
+    header = (
+        "batch x heads x seq x head_dim, float32, causal",
+        "direction",
+        "cuflash",
+        "plain NumPy",
+        "memory cuflash",
+        "plain NumPy",
+    )
+    return markdown(header, lines, left=2)
+
+
+TOPICS: dict[str, Callable[[list[Row]], str]] = {
+    "speed": speed,
+    "precision": precision,
+    "memory": memory,
+    "host": host,
+    "first call": first_call,
+    "processor": processor,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

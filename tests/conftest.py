@@ -1,0 +1,31 @@
+"""What all tests share: tests that need a GPU are marked `gpu`, and skip with the reason where there is none."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite("tests.tolerance")
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+@functools.cache
+def missing_gpu() -> str:
+    """Why no test can run on a GPU here; empty where they can."""
+    try:
+        import cupy
+    except (ImportError, OSError) as error:
+        return f"CuPy cannot be imported: {error}"
+    return "" if cupy.cuda.is_available() else "no NVIDIA GPU"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything below tests/gpu needs a GPU; so does what is marked elsewhere."""
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and missing_gpu():
+            item.add_marker(pytest.mark.skip(reason=missing_gpu()))
