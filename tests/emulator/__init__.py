@@ -1,0 +1,19 @@
+"""CUDA kernels on the CPU: the emulator behind the kernel tests."""
+
+from .build import BuildError, EmulatorError
+from .guards import GuardedArena, check_guards, guarded
+from .host import EmulatedKernel
+from .mutants import Findings, Mutant, examine, mutate
+
+__all__ = [
+    "BuildError",
+    "EmulatedKernel",
+    "EmulatorError",
+    "Findings",
+    "GuardedArena",
+    "Mutant",
+    "check_guards",
+    "examine",
+    "guarded",
+    "mutate",
+]
