@@ -46,9 +46,9 @@ _GRADIENTS: Fields = (
     ("Pointer", "dq_sum"),
     ("int", "rows_padded"),
     ("int", "dq_width"),
-    ("int", "dq_pairs"),
-    ("int", "dk_pairs"),
-    ("int", "dv_pairs"),
+    ("int", "dq_vectors"),
+    ("int", "dk_vectors"),
+    ("int", "dv_vectors"),
 )
 _C_TYPES = {"View": "View", "Pointer": "void*", "int": "int", "Real": "Real"}
 
@@ -56,7 +56,7 @@ _C_TYPES = {"View": "View", "Pointer": "void*", "int": "int", "Real": "Real"}
 @cache
 def fields(direction: str, modifiers: tuple[str, ...]) -> Fields:
     """The field table of a kernel: `direction` is "forward" or "backward"; `modifiers` are names in chain order."""
-    table = _INPUTS + (_GRADIENTS if direction == "backward" else ()) + _SHAPE + (("int", "out_pairs"),)
+    table = _INPUTS + (_GRADIENTS if direction == "backward" else ()) + _SHAPE + (("int", "out_vectors"),)
     for name in modifiers:
         table += REGISTRY[name].fields
         if direction == "backward":

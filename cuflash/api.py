@@ -5,7 +5,6 @@ Sources: FlashAttention (arXiv:2205.14135) and FlashAttention-2 (arXiv:2307.0869
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -106,10 +105,9 @@ def attention(
             [2.]]])
     """
     key = None
-    launch: Any = sys.modules.get("cuflash.launch")  # loaded by the first call on a device
-    if launch is not None and out is None and not modifiers:
-        key = launch.signature(q, k, v, mask, bias, (scale, causal, window, softcap, layout, return_lse, backend))
-        replayed = launch.replay(key, q, k, v, mask, bias)
+    if _launch is not None and out is None and not modifiers:
+        key = _launch.signature(q, k, v, mask, bias, (scale, causal, window, softcap, layout, return_lse, backend))
+        replayed = _launch.replay(key, q, k, v, mask, bias)
         if replayed is not None:
             return replayed if return_lse else replayed[0]
     given = present(mask=mask, bias=bias, out=out)
@@ -123,7 +121,7 @@ def attention(
     if out is None:
         result = canonical(o, call.problem.layout)
         if key is not None:
-            launch.remember(key, call, result, lse, backend)
+            _launch.remember(key, call, result, lse, backend)
         out = home.give(result)
     else:
         home.wait(o)
@@ -330,9 +328,8 @@ def explain(
     home, call, _ = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
     if home.device is not None:
         arrays.require_gpu()
-        from cuflash import launch
-
-        return launch.explain(call, backend)
+        explained: Explanation = launcher().explain(call, backend)
+        return explained
     refused = f"computes on an NVIDIA GPU, but q is {home}"
     return Explanation(
         backend="numpy",
@@ -340,6 +337,19 @@ def explain(
         problem=str(call.problem),
         device="the host",
     )
+
+
+_launch: Any = None  # cuflash.launch, once a call on a device has imported it whole
+
+
+def launcher() -> Any:
+    """The module that runs calls on devices; importing it imports CuPy."""
+    global _launch
+    if _launch is None:
+        from cuflash import launch
+
+        _launch = launch
+    return _launch
 
 
 # ---- the steps they share --------------------------------------------------------------------------------------------
@@ -413,9 +423,10 @@ def run_forward(home: Home, call: Call, out: Any, with_lse: bool, backend: str |
             out = np.empty(in_layout(problem.out_shape, problem.layout), call.q.dtype)
         return numpy_backend.forward(call, None if out is None else canonical(out, problem.layout))
     arrays.require_gpu()
-    from cuflash import launch
-
-    return launch.forward(call, None if out is None else canonical(out, problem.layout), with_lse, backend)
+    result: tuple[Any, Any] = launcher().forward(
+        call, None if out is None else canonical(out, problem.layout), with_lse, backend
+    )
+    return result
 
 
 def run_backward(
@@ -427,9 +438,7 @@ def run_backward(
     if home.device is None:
         return numpy_backend.backward(call, out, lse, dout, dlse)  # its sums have one order: always deterministic
     arrays.require_gpu()
-    from cuflash import launch
-
-    return launch.backward(call, out, lse, dout, dlse, deterministic, backend)
+    return launcher().backward(call, out, lse, dout, dlse, deterministic, backend)
 
 
 def give_gradients(gradients: Any, home: Home, call: Call, native: Mapping[str, Any]) -> Any:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import cupy
@@ -53,11 +54,10 @@ def _compile(variant: Variant, device: int) -> Kernel:
         try:
             raw = _raw_kernel(code, variant.entry)
         except OSError as error:  # the cache folder cannot be read or written
-            warnings.warn(
-                f"CuPy's kernel cache cannot be used ({error}); kernels are compiled in every process. Set CUPY_CACHE_DIR "
-                "to a folder that can be written",
-                RuntimeWarning,
-                stacklevel=2,
+            folder = os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")
+            _warn_once(
+                f"CuPy's kernel cache {folder} cannot be used ({error.strerror}); kernels are compiled in every process. "
+                "Set CUPY_CACHE_DIR to a folder that can be written"
             )
             with _memory_cache():
                 raw = _raw_kernel(code, variant.entry)
@@ -79,6 +79,11 @@ def _raw_kernel(code: str, entry: str) -> Any:
             ) from error
         raise
     return raw
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 @contextmanager

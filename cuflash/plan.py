@@ -99,7 +99,7 @@ def plan_forward(
     config = backend.schedule.forward(problem, device.shared_limit, aligned)
     names = chain_names(problem)
     step = Step(Variant(f"forward_{backend.name}", problem.dtype, names, config), config.blocks(problem))
-    values = {**common_values(problem), "out_pairs": pairs(at["out"], axes)}
+    values = {**common_values(problem), "out_vectors": vectors(at["out"], axes)}
     template, offsets = pack("forward", problem, at, values)
     return checked(Plan(problem, device, backend.name, reasons, (step,), template, offsets))
 
@@ -133,7 +133,7 @@ def plan_backward(
         **common_values(problem),
         "rows_padded": padded,
         "dq_width": main.head_dim,
-        **{f"{name}_pairs": pairs(at[name], axes) for name in ("dq", "dk", "dv")},
+        **{f"{name}_vectors": vectors(at[name], axes) for name in ("dq", "dk", "dv")},
     }
     template, offsets = pack("backward", problem, at, values)
     lines = problem.batch_size * problem.heads_q * padded
@@ -184,9 +184,9 @@ def common_values(problem: Problem) -> dict[str, float | int]:
     return values
 
 
-def pairs(place: Placed, axes: int) -> int:
-    """Whether two neighbouring elements of every row may be written at once."""
-    return int(place.aligned(2 * place.itemsize, axes))
+def vectors(place: Placed, axes: int) -> int:
+    """Whether the rows of a result may be written 16 bytes at a time."""
+    return int(place.aligned(16, axes))
 
 
 def pack(

@@ -55,6 +55,8 @@ BACKWARD_MMA = (
     BackwardTile(64, 128, 8, 2, 2, 2, 1),
     BackwardTile(64, 64, 4, 1, 2, 2, 2),
     BackwardTile(64, 64, 4, 1, 1, 1, 1),
+    BackwardTile(64, 64, 8, 2, 2, 2, 1),
+    BackwardTile(64, 64, 8, 2, 1, 1, 1),
     BackwardTile(32, 64, 4, 1, 2, 2, 1),
     BackwardTile(32, 64, 4, 1, 1, 1, 1),
     BackwardTile(32, 64, 8, 2, 2, 2, 1),

@@ -2,6 +2,7 @@
 //
 // The sums lie in the order of the main kernel's registers (SumTile); the same fragment tells their rows and columns.
 #include "variant.cuh"  // generated: Config, Params, modifiers
+#include "hw/copy.cuh"
 #include "hw/fragment.cuh"
 #include "hw/reduce.cuh"
 #include "attention/epilogue.cuh"
@@ -10,9 +11,12 @@ constexpr int kDqWarpRows = Config::kBlockQ / (Config::kWarps / Config::kDqWarpC
 constexpr int kDqWarpWidth = Config::kChunk / Config::kDqWarpColumns;
 typedef MmaFragment<kDqWarpRows / 16, kDqWarpWidth / 8> QueryFragment;
 typedef SumTile<Config::kThreads, QueryFragment::kSize / 4> DqTile;
-static_assert(Config::kSharedBytes == 0, "schedules/mma.py disagrees");
+typedef SharedTile<Config::kBlockQ, Config::kChunk, Element> OutTile;
+static_assert(sizeof(OutTile) == Config::kSharedBytes, "schedules/mma.py disagrees");
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  OutTile& tile = *reinterpret_cast<OutTile*>(shared_memory);
   constexpr int kChunks = Config::kHeadDim / Config::kChunk;
   const int query_tiles = p.rows_padded / Config::kBlockQ;
   const float* sums = static_cast<const float*>(p.dq_sum) + i64(blockIdx.x) * DqTile::kSize;
@@ -30,6 +34,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
   for (int i = 0; i < QueryFragment::kSize; ++i) dq[i] = sums[DqTile::offset(i / 4, threadIdx.x, i % 4)];
   const int warp = int(threadIdx.x) / 32;
   const QueryFragment at(warp / Config::kDqWarpColumns * kDqWarpRows, warp % Config::kDqWarpColumns * kDqWarpWidth);
-  store_rows(dq, at, matrix<Element>(p.dq, place.offset(p.dq)), {row, p.seq_q}, {chunk * Config::kChunk, p.head_dim},
-             p.dq_pairs, [&](int) { return p.scale; });
+  store_fragment(tile, dq, at, [&](int) { return p.scale; });
+  __syncthreads();
+  const int column = chunk * Config::kChunk;
+  const Matrix<Element> to = matrix<Element>(p.dq, place.offset(p.dq) + column * p.dq.column);
+  store_tile<Config::kThreads, Config::kChunk>(tile, to, row, Range{0, p.seq_q}, p.head_dim - column, p.dq_vectors);
 }

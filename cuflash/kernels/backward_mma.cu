@@ -95,12 +95,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const int dq_row = warp / Config::kDqWarpColumns * kDqWarpRows,
             dq_column = warp % Config::kDqWarpColumns * kDqWarpWidth;
   const ScoreFragment s_at(warp_key, warp_query);
-  const auto store_transposed = [&](SharedTile<Config::kBlockK, Config::kBlockQ, Element>& to,
-                                    const float (&x)[ScoreFragment::kSize]) {
-#pragma unroll
-    for (int i = 0; i < ScoreFragment::kSize; i += 2)
-      store_pair(to.at(s_at.row(ScoreFragment::slot(i)), s_at.column(i)), x[i], x[i + 1]);
-  };
+  const auto as_it_is = [](int) { return 1.f; };
 
   if (steps > 0) {
     const Range seen = keys_seen_by_any(p, place, {0, p.seq_q});
@@ -141,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       s[i + 1] = probability(s[i + 1], row.second.shift, p);
     }
 
-    if constexpr (kSharesRows) store_transposed(p_tile, s);
+    if constexpr (kSharesRows) store_fragment(p_tile, s, s_at, as_it_is);
     clear(dp);
     gemm_rows_rows<Config::kHeadDimV, ScoreFragment, Element>(dp, shared.v, warp_key, shared.dout[dout_stage],
                                                               warp_query);
@@ -159,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
 #pragma unroll
     for (int i = 0; i < ScoreFragment::kSize; ++i) s[i] *= slopes[i];
-    store_transposed(ds_tile, s);
+    store_fragment(ds_tile, s, s_at, as_it_is);
     __syncthreads();  // P and dS are complete
 
     if constexpr (kSharesRows) {
@@ -193,10 +188,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     query_tile = next_tile;
   }
 
-  const KeyFragment dk_at(warp_key, warp_column);
-  const ValueFragment dv_at(warp_key, warp_column_v);
-  store_rows(dk, dk_at, matrix<Element>(p.dk, place.key_offset(p.dk)), keys, {column, head_dim}, p.dk_pairs,
-             [&](int) { return p.scale; });
-  store_rows(dv, dv_at, matrix<Element>(p.dv, place.key_offset(p.dv)), keys, {column_v, head_dim_v}, p.dv_pairs,
-             [&](int) { return 1.f; });
+  __syncthreads();  // K and V are no longer read: their tiles carry dK and dV out
+  store_fragment(shared.k, dk, KeyFragment(warp_key, warp_column), [&](int) { return p.scale; });
+  store_fragment(shared.v, dv, ValueFragment(warp_key, warp_column_v), as_it_is);
+  __syncthreads();
+  const Matrix<Element> dk_to = matrix<Element>(p.dk, place.key_offset(p.dk) + column * p.dk.column);
+  const Matrix<Element> dv_to = matrix<Element>(p.dv, place.key_offset(p.dv) + column_v * p.dv.column);
+  store_tile<Config::kThreads, Config::kChunk>(shared.k, dk_to, keys.begin, keys, head_dim - column, p.dk_vectors);
+  store_tile<Config::kThreads, Config::kChunkV>(shared.v, dv_to, keys.begin, keys, head_dim_v - column_v, p.dv_vectors);
 }

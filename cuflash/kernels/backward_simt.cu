@@ -163,8 +163,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   if (has_scores)
     store_rows<KeyFragment>(part<KeyFragment::kSize>(sums), dk_at, matrix<Element>(p.dk, place.key_offset(p.dk)), keys,
-                            {0, p.head_dim}, p.dk_pairs, [&](int) { return p.scale; });
+                            {0, p.head_dim}, p.dk_vectors, [&](int) { return p.scale; });
   else
     store_rows<ValueFragment>(part<ValueFragment::kSize>(sums), dv_at, matrix<Element>(p.dv, place.key_offset(p.dv)),
-                              keys, {0, p.head_dim_v}, p.dv_pairs, [&](int) { return Real(1); });
+                              keys, {0, p.head_dim_v}, p.dv_vectors, [&](int) { return Real(1); });
 }

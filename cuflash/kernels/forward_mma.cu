@@ -13,12 +13,16 @@
 
 constexpr int kWarpRows = Config::kBlockQ / Config::kWarps;
 
-struct SharedStorage {
+struct InputStorage {
   SharedTile<Config::kBlockQ, Config::kHeadDim, Element> q;
   SharedTile<Config::kBlockK, Config::kHeadDim, Element> k[Config::kStages];
   SharedTile<Config::kBlockK, Config::kChunk, Element> v[Config::kStages];
   const Element* volatile keys;  // where K and V begin: the loop has no registers left to keep addresses in
   const Element* volatile values;
+};
+union SharedStorage {
+  InputStorage in;
+  SharedTile<Config::kBlockQ, Config::kChunk, Element> out;  // once nothing else is read any more
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/mma.py disagrees");
 
@@ -47,7 +51,8 @@ struct Work {
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     CUFLASH_ENTRY(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
+  InputStorage& shared = reinterpret_cast<SharedStorage*>(shared_memory)->in;
+  auto& out_tile = reinterpret_cast<SharedStorage*>(shared_memory)->out;
 
   const Work work(p, blockIdx.x);
   const Place& place = work.place;
@@ -70,7 +75,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   const int warp_row = int(threadIdx.x) / 32 * kWarpRows;
   const ScoreFragment s_at(warp_row, 0);
-  const OutFragment o_at(warp_row, 0);
   OnlineSoftmax<ScoreFragment> softmax;
   float o[OutFragment::kSize];
   clear(o);
@@ -140,7 +144,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   softmax.finish();
   const Work done(p, recomputed(blockIdx.x));
-  const Matrix<Element> out = matrix<Element>(p.out, done.place.offset(p.out));
-  store_rows(o, o_at, out, done.queries, done.columns, p.out_pairs, [&](int slot) { return softmax.inverse(slot); });
+  __syncthreads();  // nothing in shared memory is read any more
+  const OutFragment o_at(recomputed(threadIdx.x) / 32 * kWarpRows, 0);
+  store_fragment(out_tile, o, o_at, [&](int slot) { return softmax.inverse(slot); });
+  __syncthreads();
+  const Matrix<Element> out = matrix<Element>(p.out, done.place.offset(p.out) + done.columns.begin * p.out.column);
+  store_tile<Config::kThreads, Config::kChunk>(out_tile, out, done.queries.begin, done.queries,
+                                               done.columns.end - done.columns.begin, p.out_vectors);
   if (done.columns.begin == 0) store_lse(softmax, s_at, p, done.place, done.queries);
 }

@@ -41,7 +41,8 @@ class ForwardMma:
     def shared_bytes(self, itemsize: int) -> int:
         keys = tile_bytes(self.block_k, self.head_dim, itemsize) + tile_bytes(self.block_k, self.chunk, itemsize)
         addresses = 2 * 8
-        return tile_bytes(self.block_q, self.head_dim, itemsize) + self.stages * keys + addresses
+        inputs = tile_bytes(self.block_q, self.head_dim, itemsize) + self.stages * keys + addresses
+        return max(inputs, tile_bytes(self.block_q, self.chunk, itemsize))
 
     def blocks(self, problem: Problem) -> int:
         chunks = tiles(problem.head_dim_v, self.chunk)
@@ -101,7 +102,7 @@ class BackwardConvert:
         return 32 * self.warps
 
     def shared_bytes(self, itemsize: int) -> int:
-        return 0
+        return tile_bytes(self.block_q, self.chunk, itemsize)
 
     def blocks(self, problem: Problem) -> int:
         query_tiles = tiles(problem.seq_q, self.block_q)
@@ -113,8 +114,8 @@ ITEMSIZE = 2
 
 
 def is_rich(problem: Problem) -> bool:
-    """Whether some modifier needs positions, operands or slopes of single elements, and so registers."""
-    return any(m.kind in ("score", "mask") for m in problem.modifiers)
+    """Whether scores are changed or hidden one by one, which takes positions, operands or slopes, and so registers."""
+    return problem.scale <= 0 or any(m.kind in ("score", "mask") for m in problem.modifiers)
 
 
 def forward_registers(problem: Problem, rows: int, aligned: bool) -> int:
@@ -135,7 +136,9 @@ def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit
     rows = tile.block_k * tile.query_warps // tile.warps
     chunked = max(problem.head_dim, problem.head_dim_v) > 128
     if is_rich(problem):
-        return 128 if chunked else 112 if rows > STEP and tile.query_warps == 1 else 160
+        if tile.query_warps == 1:
+            return 112 if rows > STEP else 128 if chunked else 144
+        return 128 if chunked else 160
     return 160 if chunked and tile.query_warps == 1 else 192
 
 

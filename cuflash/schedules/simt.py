@@ -30,7 +30,8 @@ WITHOUT_TENSOR = (
 WARPS = 8  # of an SM: each may then use every register the instruction set can name
 REGISTERS = 255
 ADDRESSES = 36  # registers a thread needs besides its blocks of numbers: seen in builds of CUDA 13, as is the next
-MODIFIER = 20  # and for each modifier that looks at single scores
+MAX_SUMS = 128  # registers of sums that a loop leaves room for
+MODIFIER = 30  # and for each modifier that looks at single scores
 
 
 def odd_pitch(length: int, itemsize: int) -> int:
@@ -191,8 +192,9 @@ def convert(main: BackwardSimt) -> BackwardConvertSimt:
 
 
 def modifier_registers(problem: Problem) -> int:
-    """Registers that the score modifiers and masks of a call take."""
-    return MODIFIER * sum(m.kind != "range" for m in problem.modifiers) * (2 if problem.dtype == "float64" else 1)
+    """Registers that the modifiers of a call take."""
+    single = MODIFIER * sum(m.kind != "range" for m in problem.modifiers) * (2 if problem.dtype == "float64" else 1)
+    return single + (6 if problem.modifiers else 0)
 
 
 def longest(seq: int) -> int:
@@ -220,9 +222,11 @@ def best_tensor_forward(
     width = padded(head_dim_v, 8)
     for row_blocks, block_k, warps in product((1, 2), (64, 48, 32, 24, 16, 8), (8, 4, 2, 1)):
         config = ForwardSimt(padded(head_dim, 8), width, block_k, warps, 8, 2 * row_blocks, 1, aligned, tensor=True)
-        registers = row_blocks * (width + block_k + 8) + 24 + ADDRESSES + min(modifiers // 3, 28)
+        # Scores weigh more than outputs: exponentials work on them.  Limits seen in builds without spills.
+        pressure = row_blocks * (width + 3 * block_k // 2) + 16 * (row_blocks - 1)
+        pressure += 0 if modifiers < MODIFIER else 6 if modifiers < 8 * MODIFIER else 20
         shared_bytes = config.shared_bytes(8)
-        if registers > REGISTERS or shared_bytes > shared_limit or (config.block_q > max_q and warps * row_blocks > 1):
+        if pressure > 176 or shared_bytes > shared_limit or (config.block_q > max_q and warps * row_blocks > 1):
             continue
         # Cycles: 8 for an mma; 4 for a load of pairs; per exponential about 25 multiply-adds.
         scores = config.head_dim / 8 * max(8 * row_blocks * block_k / 8, 8 * row_blocks + 4 * block_k / 8)
@@ -267,7 +271,7 @@ def best_forward(
         if best is None or time < best[0]:
             best = time, replace(config, blocks_per_sm=blocks)
     if best is None and modifiers:  # rather a few spills than nothing
-        return best_forward(head_dim, head_dim_v, itemsize, max_q, 0, shared_limit, aligned)
+        return best_forward(head_dim, head_dim_v, itemsize, max_q, 3 * modifiers // 4, shared_limit, aligned)
     if best is None:
         raise too_large("forward", head_dim, head_dim_v, itemsize, shared_limit, least)
     return best[1]
@@ -323,7 +327,7 @@ def best_backward(
             (score_time, score_operands), (key_time, key_operands) = scores.along_rows(), keys.across()
             (value_time, value_operands), (query_time, query_operands) = values.across(), queries.along_left()
             statistics = 2 * scores.rows * itemsize // 4
-            registers = max(keys.registers, values.registers) + ADDRESSES
+            registers = max(keys.registers, values.registers) + ADDRESSES + (12 if itemsize == 8 else 0)
             registers += max(
                 statistics + scores.registers + score_operands,
                 statistics + (3 if has_slopes else 2) * scores.registers + 2 * scores.rows + modifiers,
@@ -331,7 +335,7 @@ def best_backward(
                 value_operands,
                 queries.registers + query_operands,
             )
-            if shared_bytes > shared_limit or registers > REGISTERS:
+            if shared_bytes > shared_limit or registers > REGISTERS or max(keys.registers, values.registers) > MAX_SUMS:
                 continue
             blocks = resident(warps, shared_bytes, shared_limit)
             copies = block_q * (width + width_v) / (scores.vector if aligned else 1) / (32 * warps)
@@ -342,7 +346,8 @@ def best_backward(
             if best is None or time < best[0]:
                 best = time, replace(config, blocks_per_sm=blocks)
     if best is None and (modifiers or has_slopes):
-        return best_backward(head_dim, head_dim_v, itemsize, max_q, max_k, False, 0, shared_limit, aligned)
+        limits = (has_slopes and modifiers > 0, 3 * modifiers // 4, shared_limit, aligned)
+        return best_backward(head_dim, head_dim_v, itemsize, max_q, max_k, *limits)
     if best is None:
         raise too_large("backward", head_dim, head_dim_v, itemsize, shared_limit, least)
     return best[1]

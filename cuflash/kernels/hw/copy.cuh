@@ -48,13 +48,22 @@ __device__ __forceinline__ void copy_tile(SharedTile<kRows, kColumns, Element>& 
     constexpr int kLanes = power_of_two_from(kColumns / kChunk);
     constexpr int kStep = kThreads / kLanes;
     static_assert(kThreads % kLanes == 0, "a row has more chunks than the block has threads");
-    const int thread = threadIdx.x;
+    const int thread = recomputed(threadIdx.x);
     const int column = thread % kLanes * kChunk;
     const int present = min(max(columns - column, 0), kChunk);
     if (kLanes * kChunk != kColumns && column >= kColumns) return;
     int at = first + thread / kLanes;
     const Element* source = from.data + at * from.row + column;
     Element* target = to.at(thread / kLanes, column);
+    if (first >= valid.begin && first + kRows <= valid.end) {
+#pragma unroll
+      for (int row = 0; row < kRows; row += kStep) {
+        if (kRows % kStep != 0 && row + thread / kLanes >= kRows) break;
+        copy_chunk(target + row * to.kPitch, source, present);
+        source += kStep * from.row;
+      }
+      return;
+    }
 #pragma unroll
     for (int row = 0; row < kRows; row += kStep) {
       if (kRows % kStep != 0 && row + thread / kLanes >= kRows) break;
@@ -69,6 +78,33 @@ __device__ __forceinline__ void copy_tile(SharedTile<kRows, kColumns, Element>& 
       if (at >= valid.begin && at < valid.end && column < columns) x = *from.at(at, column);
       *to.at(row, column) = x;
     }
+  }
+}
+
+// The other way: kColumns columns of the tile into rows [first, first + kRows) of `to`, those inside `valid` and the first
+// `columns` columns; `vectors` tells that rows of `to` start at multiples of 16 bytes and have column stride 1.
+template <int kThreads, int kColumns, int kRows, int kTileColumns, class Element, class Target, class Rows>
+__device__ __forceinline__ void store_tile(SharedTile<kRows, kTileColumns, Element>& from, const Target& to, int first,
+                                           Rows valid, int columns, bool vectors) {
+  constexpr int kChunk = 16 / sizeof(Element);
+  constexpr int kLanes = power_of_two_from(kColumns / kChunk);
+  constexpr int kStep = kThreads / kLanes;
+  const int lane_row = int(threadIdx.x) / kLanes, column = int(threadIdx.x) % kLanes * kChunk;
+  if (column >= kColumns || column >= columns) return;
+  Element* target = to.at(first + lane_row, column);
+#pragma unroll 4
+  for (int row = lane_row; row < kRows; row += kStep) {
+    const int at = first + row;
+    if (at >= valid.end) return;
+    const Element* source = from.at(row, column);
+    if (vectors && column + kChunk <= columns) {
+      *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(source);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i)
+        if (column + i < columns) target[i * to.column] = source[i];
+    }
+    target += kStep * to.row;
   }
 }
 

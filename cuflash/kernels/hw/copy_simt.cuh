@@ -4,6 +4,8 @@
 // `wait_for_copies` and a block barrier.  On sm_75 the same calls copy at once.
 #pragma once
 
+__device__ constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2); }
+
 // kBytes to shared memory, of which the first `valid` are read and the others become 0.
 template <int kBytes> __device__ __forceinline__ void copy_bytes(void* to, const void* from, int valid) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "sizes of cp.async");
@@ -66,14 +68,34 @@ __device__ __forceinline__ void copy_tile(Tile& to, const CopySource<T>& from, i
   constexpr int kElements = kVectors ? 16 / int(sizeof(T)) : 1;
   constexpr int kPerRow = Tile::kColumns / kElements, kPieces = Tile::kRows * kPerRow;
   static_assert(Tile::kColumns % kElements == 0, "whole vectors");
+  constexpr int kLanes = power_of_two_from(kPerRow);
+  if constexpr (kVectors && kLanes <= kThreads) {
+    // A power of two of threads per row: each keeps its column and walks down the rows.
+    constexpr int kStep = kThreads / kLanes;
+    const int lane_row = int(threadIdx.x) / kLanes, c = int(threadIdx.x) % kLanes * kElements;
+    if (kLanes != kPerRow && c >= Tile::kColumns) return;
+    const int left = from.columns - c, present = left <= 0 ? 0 : left < kElements ? left : kElements;
+    int row = first + lane_row;
+    const T* source = from.data + row * from.row + c;
+    T* target = to.data + lane_row * Tile::kPitch + c;
+#pragma unroll
+    for (int r = 0; r < Tile::kRows; r += kStep) {
+      if (Tile::kRows % kStep && r + lane_row >= Tile::kRows) break;
+      const int valid = row >= from.begin && row < from.end ? present : 0;
+      copy_bytes<16>(target + r * Tile::kPitch, source, valid * int(sizeof(T)));
+      row += kStep;
+      source += kStep * from.row;
+    }
+  } else {
 #pragma unroll 4
-  for (int step = 0; step < (kPieces + kThreads - 1) / kThreads; ++step) {
-    const int piece = step * kThreads + int(threadIdx.x);
-    if (kPieces % kThreads && piece >= kPieces) break;
-    const int r = piece / kPerRow, c = piece % kPerRow * kElements, row = first + r;
-    const int left = row >= from.begin && row < from.end ? from.columns - c : 0;
-    const int valid = left <= 0 ? 0 : left < kElements ? left : kElements;
-    const T* source = valid ? from.data + row * from.row + c * from.column : from.data;
-    copy_bytes<kElements* int(sizeof(T))>(to.data + r * Tile::kPitch + c, source, valid * int(sizeof(T)));
+    for (int step = 0; step < (kPieces + kThreads - 1) / kThreads; ++step) {
+      const int piece = step * kThreads + int(threadIdx.x);
+      if (kPieces % kThreads && piece >= kPieces) break;
+      const int r = piece / kPerRow, c = piece % kPerRow * kElements, row = first + r;
+      const int left = row >= from.begin && row < from.end ? from.columns - c : 0;
+      const int valid = left <= 0 ? 0 : left < kElements ? left : kElements;
+      const T* source = valid ? from.data + row * from.row + c * from.column : from.data;
+      copy_bytes<kElements* int(sizeof(T))>(to.data + r * Tile::kPitch + c, source, valid * int(sizeof(T)));
+    }
   }
 }

@@ -39,3 +39,14 @@ template <int kTilesRow, int kTilesColumn, bool kIsTransposed = false> struct Mm
 template <class Element> __device__ __forceinline__ void store_pair(Element* to, float first, float second) {
   *reinterpret_cast<u32*>(to) = packed<Element>(first, second);
 }
+
+// An accumulator, each row times its factor and rounded, into a tile in shared memory.
+template <class Fragment, class Tile, class Factor>
+__device__ __forceinline__ void store_fragment(Tile& to, const float (&x)[Fragment::kSize], const Fragment& at,
+                                               Factor factor) {
+#pragma unroll
+  for (int i = 0; i < Fragment::kSize; i += 2) {
+    const float scale = factor(Fragment::slot(i));
+    store_pair(to.at(at.row(Fragment::slot(i)), at.column(i)), x[i] * scale, x[i + 1] * scale);
+  }
+}

@@ -212,6 +212,15 @@ template <class T, int kLaneRows, int kThreadRows, int kDepth, int kMiddle, int 
     __syncwarp();  // the warp has read the previous s
     store_tile<First, kPitchMiddle>(s, first, middle);
     __syncwarp();
-    multiply_ab<Second, kMiddle, kPitchMiddle, kPitchC>(o, second, middle, c.data);
+    if constexpr (Second::kSize * sizeof(T) <= 320) {
+      // A block's sum stands alone before it joins o: chains of roundings are as long as a block, not as all keys.
+      T sum[Second::kSize];
+      clear(sum);
+      multiply_ab<Second, kMiddle, kPitchMiddle, kPitchC>(sum, second, middle, c.data);
+#pragma unroll
+      for (int i = 0; i < Second::kSize; ++i) o[i] += sum[i];
+    } else {  // no registers for it
+      multiply_ab<Second, kMiddle, kPitchMiddle, kPitchC>(o, second, middle, c.data);
+    }
   }
 };
