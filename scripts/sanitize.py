@@ -1,0 +1,193 @@
+"""Every kernel under compute-sanitizer: memcheck, racecheck and synccheck, initcheck too with --initcheck.
+
+    python scripts/sanitize.py [--initcheck] [--jobs N] [--only TEXT]
+
+The kernels are compiled first, without the sanitizer; then each case and tool is a process of its own that runs this file
+with ``--case NAME``.  Every array has an allocation of its own, so that a byte beyond it is noticed.  Prints a table, and
+the sanitizer's own words for whatever failed; the exit status is not 0 if anything did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+ERROR = 9  # exit status that the sanitizer gives a process in which it found something
+TIMEOUT = 150  # seconds for one process
+
+
+@dataclass(frozen=True)
+class Case:
+    """A ragged call, a little longer than a tile; `pitch` further elements lie between the rows, so 1 is unaligned."""
+
+    backend: str
+    dtype: str
+    pitch: int
+    options: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}-{self.dtype}-{'unaligned' if self.pitch else 'aligned'}-{self.options}"
+
+
+def cases() -> Iterator[Case]:
+    """Every backend and dtype, aligned and not; all options together on the aligned ones."""
+    from cuflash.backends import BACKENDS
+
+    for row in BACKENDS:
+        for dtype in row.capabilities:
+            yield Case(row.name, dtype, 0, "plain")
+            yield Case(row.name, dtype, 1, "causal")
+            yield Case(row.name, dtype, 0, "everything")
+
+
+def run(case: Case) -> None:
+    """Forward and backward of one case; raises if a result is not finite."""
+    import cupy
+    import ml_dtypes
+    import numpy as np
+
+    import cuflash
+
+    # The pool would put several arrays into one allocation, and leave freed memory accessible.
+    cupy.cuda.set_allocator(None)
+    dtype: Any = np.dtype(ml_dtypes.bfloat16 if case.dtype == "bfloat16" else case.dtype)
+    bits = f"u{dtype.itemsize}"
+    rng = np.random.default_rng(0)
+    seq_q, seq_k, dim = 70, 133, 40
+
+    def array(*shape: int) -> Any:
+        host = rng.standard_normal((*shape[:-1], shape[-1] + case.pitch)).astype(dtype)
+        return cupy.asarray(host.view(bits)).view(dtype)[..., : shape[-1]]
+
+    q, dout = array(1, 4, seq_q, dim), array(1, 4, seq_q, dim)
+    k, v = array(1, 2, seq_k, dim), array(1, 2, seq_k, dim)
+    real = np.float64 if case.dtype == "float64" else np.float32
+    options: dict[str, Any] = {"plain": {}, "causal": {"causal": True}}.get(case.options) or {
+        "causal": True,
+        "window": (100, 20),
+        "softcap": 3.0,
+        "mask": cupy.asarray(rng.random((4, seq_q, seq_k)) < 0.7),
+        "bias": array(seq_q, seq_k),
+        "modifiers": (
+            cuflash.ALiBi(cupy.asarray(rng.random(4).astype(real))),
+            cuflash.KeyLengths(cupy.asarray(np.array([120], np.int32))),
+        ),
+    }
+    if case.options == "plain":
+        options = {}
+    options["backend"] = case.backend
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    gradients = cuflash.attention_backward(dout, q, k, v, out, lse, **options)
+    cupy.cuda.Device().synchronize()
+    for name, x in {"out": out, **gradients._asdict()}.items():
+        if not np.isfinite(cupy.ascontiguousarray(x.view(bits)).get().view(dtype).astype(np.float64)).all():
+            raise SystemExit(f"{case.name}: {name} is not finite")
+
+
+# ---- the processes ---------------------------------------------------------------------------------------------------
+
+
+def sanitizer() -> str:
+    """Path of compute-sanitizer."""
+    places = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    found = [shutil.which("compute-sanitizer")]
+    for place in filter(None, places):
+        found += [f"{place}/bin/compute-sanitizer", f"{place}/compute-sanitizer/compute-sanitizer"]
+    for path in filter(None, found):
+        if os.access(path, os.X_OK):
+            return path
+    raise SystemExit("compute-sanitizer was not found on the PATH or under CUDA_HOME; it comes with the CUDA toolkit")
+
+
+def command(case: Case) -> list[str]:
+    return [sys.executable, str(Path(__file__).resolve()), "--case", case.name]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a process ended with, what it printed, and how long it took in seconds."""
+
+    status: int | None  # None: it took too long
+    text: str
+    seconds: float
+
+    def __str__(self) -> str:
+        word = {0: "ok", ERROR: "ERROR", None: "TIMEOUT"}.get(self.status, f"exit {self.status}")
+        return f"{word} {self.seconds:.0f} s"
+
+
+def finish(words: list[str]) -> Outcome:
+    """Run a process to its end."""
+    started = time.monotonic()
+    try:
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        return Outcome(done.returncode, done.stdout + done.stderr, time.monotonic() - started)
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+        text = said.decode(errors="replace") if isinstance(said, bytes) else said
+        return Outcome(None, text, time.monotonic() - started)
+
+
+def examine(chosen: list[Case], tools: tuple[str, ...], jobs: int) -> int:
+    """Run all cases under all tools, print the table, and return how many failed."""
+    program = sanitizer()
+    with ThreadPoolExecutor(jobs) as pool:
+        alone = dict(zip(chosen, pool.map(lambda case: finish(command(case)), chosen), strict=True))
+        pairs = [(case, tool) for case, tool in product(chosen, tools) if alone[case].status == 0]
+        words = [[program, "--tool", tool, "--error-exitcode", str(ERROR), *command(case)] for case, tool in pairs]
+        under = dict(zip(pairs, pool.map(finish, words), strict=True))
+
+    width = max(len(case.name) for case in chosen)
+    print(f"{'case':<{width}}  {'alone':<12}" + "".join(f"{tool:<14}" for tool in tools))
+    for case in chosen:
+        row = [str(under[case, tool]) if (case, tool) in under else "-" for tool in tools]
+        print(f"{case.name:<{width}}  {alone[case]!s:<12}" + "".join(f"{cell:<14}" for cell in row))
+    outcomes = [(case.name, outcome) for case, outcome in alone.items()]
+    outcomes += [(f"{case.name} under {tool}", outcome) for (case, tool), outcome in under.items()]
+    failed = [(name, outcome) for name, outcome in outcomes if outcome.status != 0]
+    for name, outcome in failed:
+        lines = outcome.text.strip().splitlines()
+        print(f"\n== {name}: {outcome}", *lines[:40], *(["..."] if len(lines) > 40 else []), *lines[40:][-5:], sep="\n")
+    print(f"\n{len(outcomes) - len(failed)} of {len(outcomes)} runs without an error")
+    return len(failed)
+
+
+def main() -> int:
+    """Parse the arguments, then run one case or all of them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", help="run this case and nothing else, without the sanitizer")
+    parser.add_argument("--only", default="", help="leave out the cases whose name does not contain this text")
+    parser.add_argument("--initcheck", action="store_true", help="look for reads of memory that nobody wrote, too")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes at a time")
+    arguments = parser.parse_args()
+    known = {case.name: case for case in cases()}
+    if arguments.case:
+        if arguments.case not in known:
+            parser.error(f"--case {arguments.case}: must be one of {', '.join(known)}")
+        run(known[arguments.case])
+        return 0
+    chosen = [case for name, case in known.items() if arguments.only in name]
+    if not chosen:
+        parser.error(f"--only {arguments.only}: no case's name contains it; the cases are {', '.join(known)}")
+    tools = (*TOOLS, "initcheck") if arguments.initcheck else TOOLS
+    return 1 if examine(chosen, tools, max(1, arguments.jobs)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

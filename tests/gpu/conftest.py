@@ -1,0 +1,80 @@
+"""What the GPU tests share: the device, the kernels compiled beforehand on all cores, and the marker `big`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.device import DRY, KINDS, Device, Kind
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+MANY = 200  # tests from which on it pays to compile on all cores first
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "big: takes up to 60 GiB of GPU memory; leave out with -m 'not big'")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In a dry run, what takes the fixture `device` is not skipped for want of a GPU."""
+    for item in items:
+        if DRY and HERE in item.path.parents and "device" in getattr(item, "fixturenames", ()):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "skip"]
+
+
+@pytest.fixture(scope="session")
+def compiled(request: pytest.FixtureRequest) -> None:
+    """Compile the kernels of `test_kernels` into CuPy's cache, in as many processes as there are cores.
+
+    NVRTC takes about a second a kernel and the library compiles one at a time.  What goes wrong here is left to the
+    tests to report.
+    """
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
+    if not DRY and alone and len(request.session.items) >= MANY:
+        count = os.cpu_count() or 1
+        command = [sys.executable, "-m", "tests.gpu.warm_cache"]
+        running = [
+            subprocess.Popen(
+                [*command, str(i), str(count)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            for i in range(count)
+        ]
+        for process in running:
+            process.wait(timeout=300)
+
+
+@pytest.fixture
+def device(compiled: None) -> Iterator[Device]:
+    found = Device()
+    yield found
+    found.free()
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def kind(request: pytest.FixtureRequest, device: Device) -> Kind:
+    """Every backend with each of its dtypes, where the device's compute capability suffices."""
+    chosen: Kind = request.param
+    if not DRY:
+        from cuflash.backends import BACKENDS
+
+        needed = next(row for row in BACKENDS if row.name == chosen.backend).capabilities[chosen.dtype]
+        found = int(device.xp.cuda.Device().compute_capability)
+        if found < needed:
+            pytest.skip(f"{chosen} needs compute capability {needed / 10}, the device has {found / 10}")
+    return chosen
+
+
+@pytest.fixture
+def cupy() -> Any:
+    """CuPy, for tests of what only a device has."""
+    import cupy
+
+    return cupy
