@@ -129,17 +129,13 @@ def forward_registers(problem: Problem, rows: int, aligned: bool) -> int:
     return limit if aligned else min(limit, 152)
 
 
-def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit: int) -> int:
+def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit: int, aligned: bool) -> int:
     """Registers that the accumulators and scores of the backward may take; see `forward_registers`."""
     if shared_limit <= 64 * 1024:  # sm_75, which copies through registers
         return 112
-    rows = tile.block_k * tile.query_warps // tile.warps
-    chunked = max(problem.head_dim, problem.head_dim_v) > 128
     if is_rich(problem):
-        if tile.query_warps == 1:
-            return 112 if rows > STEP else 128 if chunked else 144
-        return 128 if chunked else 160
-    return 160 if chunked and tile.query_warps == 1 else 192
+        return 144 if tile.query_warps > 1 and aligned else 112
+    return 160 if max(problem.head_dim, problem.head_dim_v) > 128 else 192
 
 
 def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardMma:
@@ -181,7 +177,7 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardMma:
         chunk, chunk_v = chunk_of(head_dim, limit, step), chunk_of(head_dim_v, limit, step)
         for tile in tuning.BACKWARD_MMA:
             accumulators = tile.block_k * (chunk + chunk_v + 2 * tile.block_q) // (32 * tile.warps)
-            if accumulators > backward_registers(problem, tile, shared_limit):
+            if accumulators > backward_registers(problem, tile, shared_limit, aligned):
                 continue
             columns = dq_warp_columns(tile, chunk)
             if columns is None or chunk % (STEP * tile.query_warps) or chunk_v % (STEP * tile.query_warps):

@@ -9,6 +9,9 @@ template <class Fragment> struct OnlineSoftmax {
   Real m[Fragment::kSlots];
   Real l[Fragment::kSlots];  // of this thread's columns only, until `finish`
   static constexpr int kSlack = 8;
+  // (s - m) · scale is right for any scores; s · scale - m · scale takes one instruction less, which 16-bit kernels feel,
+  // and is as good until the rounding of m · scale, the same for a whole row, is more than the division by l takes back.
+  static constexpr Real kFar = Real(1 << 20);
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -47,17 +50,26 @@ template <class Fragment> struct OnlineSoftmax {
 #pragma unroll
       for (int i = 0; i < kSize; ++i) o[i] *= alpha[Accumulator::slot(i)];
     }
-    // Wide elements subtract before they multiply, which is exact near the maximum however large the scores are.
-    constexpr bool kSubtractFirst = sizeof(Element) >= 4;
 #pragma unroll
-    for (int slot = 0; slot < Fragment::kSlots; ++slot)
-      shift[slot] = m[slot] == -infinity<Real>() ? Real(0) : kSubtractFirst ? m[slot] : m[slot] * p.softmax_scale;
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) shift[slot] = m[slot] == -infinity<Real>() ? Real(0) : m[slot];
+    bool far = sizeof(Element) >= 4;
+    if (sizeof(Element) < 4) {
 #pragma unroll
-    for (int i = 0; i < Fragment::kSize; ++i) {
-      const Real base = shift[Fragment::slot(i)];
-      s[i] = exp2_of(kSubtractFirst ? (s[i] - base) * p.softmax_scale : fma_of(s[i], p.softmax_scale, -base));
-      l[Fragment::slot(i)] += s[i];
+      for (int slot = 0; slot < Fragment::kSlots; ++slot) far = far || fabs(shift[slot] * p.softmax_scale) > kFar;
+      far = Fragment::any(far);
     }
+    if (far) {
+#pragma unroll
+      for (int i = 0; i < Fragment::kSize; ++i) s[i] = exp2_of((s[i] - shift[Fragment::slot(i)]) * p.softmax_scale);
+    } else {
+#pragma unroll
+      for (int slot = 0; slot < Fragment::kSlots; ++slot) shift[slot] *= p.softmax_scale;
+#pragma unroll
+      for (int i = 0; i < Fragment::kSize; ++i)
+        s[i] = exp2_of(fma_of(s[i], p.softmax_scale, -shift[Fragment::slot(i)]));
+    }
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i) l[Fragment::slot(i)] += s[i];
   }
 
   // After the last block: completes l.
