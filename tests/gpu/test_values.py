@@ -162,18 +162,18 @@ def test_what_no_row_sees_is_never_read_into_a_result(device: Device, kind: Kind
 
 @pytest.mark.parametrize("array", ["k", "v"])
 def test_a_nan_reaches_the_rows_that_see_it(device: Device, kind: Kind, array: str) -> None:
-    """Key 400 is seen by the causal rows 400 and later alone.
+    """Key 1050 is seen by the causal rows 1050 and later alone.
 
     A NaN in v may also reach rows of the same tile of queries, which multiply it by 0; tiles before it never read it.
     """
     rng = np.random.default_rng(4)
-    arrays = {name: rng.standard_normal((1, 450, 16)) for name in "qkv"}
-    arrays[array][0, 400, 3] = np.nan
+    arrays = {name: rng.standard_normal((1, 1100, 16)) for name in "qkv"}
+    arrays[array][0, 1050, 3] = np.nan
     out, lse = run(device, kind, **arrays, causal=True)
-    assert np.isfinite(out[:, : 400 if array == "k" else 256]).all()
-    assert np.isnan(out[:, 400:, 3]).all()
-    assert np.isfinite(lse[:, :400]).all()
-    assert np.isnan(lse[:, 400:]).all() == (array == "k")
+    assert np.isfinite(out[:, : 1050 if array == "k" else 512]).all()
+    assert np.isnan(out[:, 1050:, 3]).all()
+    assert np.isfinite(lse[:, :1050]).all()
+    assert np.isnan(lse[:, 1050:]).all() == (array == "k")
 
 
 def test_a_nan_query_stays_in_its_row(device: Device, kind: Kind) -> None:

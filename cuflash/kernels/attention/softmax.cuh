@@ -11,7 +11,12 @@ template <class Fragment> struct OnlineSoftmax {
   static constexpr int kSlack = 8;
   // (s - m) · scale is right for any scores; s · scale - m · scale takes one instruction less, which 16-bit kernels feel,
   // and is as good until the rounding of m · scale, the same for a whole row, is more than the division by l takes back.
+  static constexpr bool kSubtracts = sizeof(Element) >= 4;
   static constexpr Real kFar = Real(1 << 20);
+
+  static __device__ __forceinline__ bool is_far(Real score, const Params& p) {
+    return !kSubtracts & (fabs(score * p.softmax_scale) > kFar);
+  }
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -33,40 +38,39 @@ template <class Fragment> struct OnlineSoftmax {
     for (int slot = 0; slot < Fragment::kSlots; ++slot) shift[slot] = m[slot];
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) shift[Fragment::slot(i)] = max_of(shift[Fragment::slot(i)], s[i]);
-    bool grown = false;
+    bool rare = false;
 #pragma unroll
     for (int slot = 0; slot < Fragment::kSlots; ++slot) {
       shift[slot] = Fragment::row_max(shift[slot]);
-      grown = grown || (shift[slot] - m[slot]) * p.softmax_scale > kSlack;
+      rare |= ((shift[slot] - m[slot]) * p.softmax_scale > kSlack) | is_far(m[slot], p);
     }
-    if (Fragment::any(grown)) {
+    bool subtracted = false;
+    if (Fragment::any(rare)) {
       Real alpha[Fragment::kSlots];
 #pragma unroll
       for (int slot = 0; slot < Fragment::kSlots; ++slot) {
         alpha[slot] = shift[slot] == -infinity<Real>() ? Real(1) : exp2_of((m[slot] - shift[slot]) * p.softmax_scale);
         m[slot] = shift[slot];
         l[slot] *= alpha[slot];
+        subtracted |= is_far(m[slot], p) & (m[slot] != -infinity<Real>());
       }
 #pragma unroll
       for (int i = 0; i < kSize; ++i) o[i] *= alpha[Accumulator::slot(i)];
+      if (subtracted) {
+#pragma unroll
+        for (int i = 0; i < Fragment::kSize; ++i)
+          s[i] -= m[Fragment::slot(i)] == -infinity<Real>() ? Real(0) : m[Fragment::slot(i)];
+      }
     }
 #pragma unroll
-    for (int slot = 0; slot < Fragment::kSlots; ++slot) shift[slot] = m[slot] == -infinity<Real>() ? Real(0) : m[slot];
-    bool far = sizeof(Element) >= 4;
-    if (sizeof(Element) < 4) {
+    for (int slot = 0; slot < Fragment::kSlots; ++slot)
+      shift[slot] = m[slot] == -infinity<Real>() || subtracted ? Real(0)
+                    : kSubtracts                               ? m[slot]
+                                                               : m[slot] * p.softmax_scale;
 #pragma unroll
-      for (int slot = 0; slot < Fragment::kSlots; ++slot) far = far || fabs(shift[slot] * p.softmax_scale) > kFar;
-      far = Fragment::any(far);
-    }
-    if (far) {
-#pragma unroll
-      for (int i = 0; i < Fragment::kSize; ++i) s[i] = exp2_of((s[i] - shift[Fragment::slot(i)]) * p.softmax_scale);
-    } else {
-#pragma unroll
-      for (int slot = 0; slot < Fragment::kSlots; ++slot) shift[slot] *= p.softmax_scale;
-#pragma unroll
-      for (int i = 0; i < Fragment::kSize; ++i)
-        s[i] = exp2_of(fma_of(s[i], p.softmax_scale, -shift[Fragment::slot(i)]));
+    for (int i = 0; i < Fragment::kSize; ++i) {
+      const Real base = shift[Fragment::slot(i)];
+      s[i] = exp2_of(kSubtracts ? (s[i] - base) * p.softmax_scale : fma_of(s[i], p.softmax_scale, -base));
     }
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) l[Fragment::slot(i)] += s[i];
