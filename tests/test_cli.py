@@ -140,7 +140,7 @@ def test_self_check_fails_on_nan_and_on_what_breaks(monkeypatch, capsys):
     monkeypatch.setattr(cuflash, "attention", broken)
     code, out, _ = run(capsys)
     assert code == 1
-    assert "float32: FAIL: entry did not compile: line 3" in out
+    assert "float32: FAIL: CompileError: entry did not compile: line 3" in out
     assert "float64 out beyond tolerance" in out.splitlines()[-1]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import cuflash
 from cuflash.cli import text
-from cuflash.cli.machine import array_library, stamp, this_machine
+from cuflash.cli.machine import array_library, on_device, stamp, this_machine
 from cuflash.cli.measure import Clock
 from cuflash.cli.plain import PlainAttention
 from cuflash.cli.shape import Shape
@@ -76,7 +76,7 @@ class Bench:
     ) -> list[Row]:
         """A row for each system and direction; one that cannot run carries `failure` in place of figures."""
         clock = Clock(self.xp)
-        arrays = tuple(self.xp.asarray(x) for x in self.shape.arrays(self.dtype))
+        arrays = tuple(on_device(self.xp, x) for x in self.shape.arrays(self.dtype))
         rows = []
         for system in systems:
             for direction in directions:
@@ -94,9 +94,10 @@ class Bench:
                     ms = clock.milliseconds(call, repeat)
                     tflops = self.shape.operations(direction, self.causal) / ms / 1e9
                     row |= {"ms": ms, "tflops": tflops, "peak_bytes": clock.peak_bytes(call)}
-                except (ImportError, RuntimeError, MemoryError) as failure:
-                    # CuPy without cuBLAS has no matrix product; the score matrix may not fit into memory.
-                    row |= {"ms": None, "failure": " ".join(str(failure).split()) or type(failure).__name__}
+                except Exception as failure:  # noqa: BLE001
+                    # CuPy without cuBLAS has no matrix product, a score matrix may not fit into memory, and a library may
+                    # lack a function for bfloat16: a row that says so is worth more than no report.
+                    row |= {"ms": None, "failure": text.failure(failure)}
                 rows.append(row)
         return rows
 

@@ -203,9 +203,18 @@ def array_library(machine: Machine) -> Any:
     return importlib.import_module("cupy") if machine.devices else np
 
 
+def on_device(xp: Any, array: Any) -> Any:
+    """A NumPy array as an array of `xp`; bfloat16, which CuPy may not take from NumPy, travels as its bits."""
+    if xp is np or array.dtype.kind == "f":
+        return xp.asarray(array)
+    return xp.asarray(array.view(np.uint16)).view(array.dtype)
+
+
 def on_host(array: Any) -> Any:
     """The array as NumPy has it."""
-    return array.get() if hasattr(array, "get") else array
+    if not hasattr(array, "get"):
+        return array
+    return array.get() if array.dtype.kind == "f" else array.view(np.uint16).get().view(array.dtype)
 
 
 def backends(machine: Machine) -> dict[str, str]:
@@ -213,7 +222,7 @@ def backends(machine: Machine) -> dict[str, str]:
     xp = array_library(machine)
     found: dict[str, str] = {}
     for dtype in DTYPES:
-        x = xp.zeros((1, 1, 64, 64), host_dtype(dtype))
+        x = on_device(xp, np.zeros((1, 1, 64, 64), host_dtype(dtype)))
         answer = cuflash.explain(x, x, x)
         found = dict(answer.reasons) | found | {answer.backend: ""}
     if machine.no_gpu:

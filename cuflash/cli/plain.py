@@ -72,7 +72,7 @@ class PlainAttention:
 
     def product(self, a: Array, b: Array) -> Array:
         """Matrix product, rounded to the dtype of `a`; NumPy's 16-bit products would also add up in 16 bits."""
-        if self.xp is np and a.dtype.itemsize == 2:
+        if a.dtype.itemsize == 2 and (self.xp is np or a.dtype.kind != "f"):  # CuPy's products know no bfloat16
             return (a.astype(np.float32) @ b.astype(np.float32)).astype(a.dtype)
         return a @ b
 

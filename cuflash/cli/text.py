@@ -44,6 +44,11 @@ def size(count: float | None) -> str:
     return f"{count:.1f} GiB"
 
 
+def failure(error: BaseException) -> str:
+    """What went wrong, in one line with the kind of error in front."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+
+
 def rate(tflops: float | None) -> str:
     """Arithmetic per second, in the unit that reads well."""
     if tflops is None:
