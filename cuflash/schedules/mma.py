@@ -111,6 +111,7 @@ class BackwardConvert:
 
 # ---- choosing tiles -------------------------------------------------------------------------------------------------
 ITEMSIZE = 2
+SM_75_SHARED = 64 * 1024  # the least of all; sm_75 is told by it
 
 
 def is_rich(problem: Problem) -> bool:
@@ -118,24 +119,31 @@ def is_rich(problem: Problem) -> bool:
     return problem.scale <= 0 or any(m.kind in ("score", "mask") for m in problem.modifiers)
 
 
-def forward_registers(problem: Problem, rows: int, aligned: bool) -> int:
-    """Registers that the accumulators, scores and kept queries of a warp with that many rows may take.
+def forward_registers(problem: Problem, tile: tuning.ForwardTile, aligned: bool) -> int:
+    """Registers that the accumulators, scores and kept queries of a warp may take.
 
     The limits are those below which the compiler's reports show no spill (tests/test_compile_matrix.py).
     """
-    if rows <= STEP:
-        return 192
-    limit = 128 if is_rich(problem) else 192 if problem.head_dim <= 128 else 160
-    return limit if aligned else min(limit, 152)
+    if tile.block_q // tile.warps <= STEP:
+        return 152 if is_rich(problem) and tile.stages == 1 else 192
+    if is_rich(problem):
+        return 104
+    windowed = tile.stages == 1 and problem.modifier("window") is not None
+    return 152 if windowed or not aligned else 192 if problem.head_dim <= 128 else 160
 
 
 def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit: int, aligned: bool) -> int:
     """Registers that the accumulators and scores of the backward may take; see `forward_registers`."""
-    if shared_limit <= 64 * 1024:  # sm_75, which copies through registers
-        return 112
+    chunked = max(problem.head_dim, problem.head_dim_v) > 128
     if is_rich(problem):
-        return 144 if tile.query_warps > 1 and aligned else 112
-    return 160 if max(problem.head_dim, problem.head_dim_v) > 128 else 192
+        if chunked:
+            return 80 if aligned else 48
+        return 144 if tile.query_warps > 1 and aligned and shared_limit > SM_75_SHARED else 112
+    if shared_limit <= SM_75_SHARED:  # which copies through registers
+        return 112
+    if tile.query_warps > 1:
+        return 160 if chunked else 192
+    return 192 if tile.block_k // tile.warps > STEP else 144
 
 
 def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardMma:
@@ -144,12 +152,11 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardMma:
     chunk = chunk_of(head_dim_v, MAX_CHUNK, STEP)
     head_dim_v = padded(head_dim_v, chunk)
     for tile in tuning.FORWARD_MMA:
-        rows = tile.block_q // tile.warps
         if tile.block_q > 64 and problem.seq_q <= 64:
             continue
         queries = head_dim // 2 if tile.q_in_registers else 0
-        needed = rows * (chunk + tile.block_k + queries) // 32
-        if needed > forward_registers(problem, rows, aligned):
+        needed = tile.block_q * (chunk + tile.block_k + queries) // (32 * tile.warps)
+        if needed > forward_registers(problem, tile, aligned):
             continue
         config = ForwardMma(
             head_dim=head_dim,
@@ -160,7 +167,7 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardMma:
             warps=tile.warps,
             stages=tile.stages,
             blocks_per_sm=tile.blocks_per_sm,
-            aligned=aligned,
+            aligned=aligned and rows_are_copied(max(head_dim, chunk), tile.warps),
             exact=(head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v),
             q_in_registers=tile.q_in_registers,
         )
@@ -173,7 +180,7 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardMma:
     """The first tile of the table that fits; more than 256 columns of dK and dV together are computed in chunks."""
     step = STEP if max(problem.head_dim, problem.head_dim_v) <= STEP else 2 * STEP
     head_dim, head_dim_v = padded(problem.head_dim, step), padded(problem.head_dim_v, step)
-    for limit in (128, 64) if head_dim + head_dim_v > 256 else (max(head_dim, head_dim_v),):
+    for limit in (128, 64, 32) if head_dim + head_dim_v > 256 else (max(head_dim, head_dim_v),):
         chunk, chunk_v = chunk_of(head_dim, limit, step), chunk_of(head_dim_v, limit, step)
         for tile in tuning.BACKWARD_MMA:
             accumulators = tile.block_k * (chunk + chunk_v + 2 * tile.block_q) // (32 * tile.warps)
@@ -196,7 +203,7 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardMma:
                 stages=tile.stages,
                 dout_stages=tile.dout_stages,
                 blocks_per_sm=tile.blocks_per_sm,
-                aligned=aligned,
+                aligned=aligned and rows_are_copied(max(padded_sizes), tile.warps),
                 exact=padded_sizes == (problem.head_dim, problem.head_dim_v),
             )
             if fits(config, shared_limit):
@@ -223,6 +230,11 @@ def dq_warp_columns(tile: tuning.BackwardTile, chunk: int) -> int | None:
             continue
         return columns
     return None
+
+
+def rows_are_copied(width: int, warps: int) -> bool:
+    """Whether a block has a thread for each 16 bytes of a row, which hw/copy.cuh asks for."""
+    return 32 * warps >= 1 << (width * ITEMSIZE // 16 - 1).bit_length()
 
 
 def fits(config: ForwardMma | BackwardMma, shared_limit: int) -> bool:

@@ -1,0 +1,244 @@
+"""Whole calls in the emulator: the plan's own steps, on arrays whose surroundings are guarded.
+
+Inputs keep their strides and their place relative to 16 bytes, and may not be written; what lies between their elements
+reads as NaN.  Outputs and workspace start as NaN, and nothing around or between their elements may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cuflash import plan as planning
+from cuflash import source
+from cuflash.backends import Device, described_device
+from cuflash.gradients import differentiable_operands, gradients_type
+from cuflash.plan import Plan
+from cuflash.problem import Call
+from cuflash.variant import ITEMSIZE, Variant
+from tests.cases import Case
+from tests.tolerance import Expectation
+
+from .build import EmulatorError
+from .guards import FILL, GuardedBuffer, check_guards, guarded
+from .host import EmulatedKernel
+
+Place = Callable[[np.ndarray], np.ndarray]
+
+
+def contiguous(x: np.ndarray) -> np.ndarray:
+    """The same array: the place of an output that the library allocates."""
+    return x
+
+
+@cache
+def kernel(text: str, entry: str, arch: int, sanitize: bool) -> EmulatedKernel:
+    """A built kernel, kept for the process."""
+    return EmulatedKernel(text, entry, sanitize, arch=arch)
+
+
+@dataclass
+class Memory:
+    """The guarded arrays of one call."""
+
+    outputs: list[tuple[np.ndarray, GuardedBuffer]] = field(default_factory=list)
+    buffers: list[GuardedBuffer] = field(default_factory=list)
+
+    def like(self, values: np.ndarray, name: str) -> tuple[np.ndarray, GuardedBuffer]:
+        """Array of the same strides, place relative to 16 bytes and values; NaN between its elements."""
+        if not values.size:
+            return values, guarded(0, np.uint8, name)[1]
+        low, high = np.lib.array_utils.byte_bounds(values)
+        shift = low % 16
+        memory, buffer = guarded(shift + high - low, np.uint8, name)
+        self.buffers.append(buffer)
+        array = np.ndarray(values.shape, values.dtype, memory.data, shift + address(values) - low, values.strides)
+        array[...] = values
+        return array, buffer
+
+    def input(self, values: np.ndarray, name: str) -> np.ndarray:
+        """Copy that nobody may write."""
+        array, buffer = self.like(values, name)
+        buffer.protect()
+        return array
+
+    def output(self, shape: tuple[int, ...], dtype: Any, name: str, layout: str = "bhsd", place: Place = contiguous):
+        """Array of NaN with the axes (*batch, heads, seq, dim), contiguous in the layout unless placed otherwise."""
+        if layout == "bshd":
+            *batch, heads, seq, dim = shape
+            values = place(poison((*batch, seq, heads, dim), dtype)).swapaxes(-3, -2)
+        else:
+            values = place(poison(shape, dtype))
+        array, buffer = self.like(values, name)
+        self.outputs.append((array, buffer))
+        return array
+
+    def sums(self, shape: tuple[int, ...], dtype: Any, name: str) -> np.ndarray:
+        """Array of zeros that kernels add to."""
+        array, _ = self.like(np.zeros(shape, dtype), name)
+        return array
+
+    def check(self) -> None:
+        """EmulatorError when a kernel wrote around an array or between the elements of an output."""
+        check_guards(*self.buffers)
+        for array, buffer in self.outputs:
+            if not array.size:
+                continue
+            untouched = buffer.bytes.copy()
+            start = address(array) - buffer.start
+            np.ndarray(array.shape, array.dtype, untouched.data, start, array.strides).view()[...] = poison(
+                (), array.dtype
+            )
+            if (untouched != FILL).any():
+                at = int(np.flatnonzero(untouched != FILL)[0])
+                raise EmulatorError(f"written between the elements of array '{buffer.name}', at byte offset {at}")
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def movable(array: np.ndarray) -> np.ndarray:
+    """The array itself, or a copy where its elements do not lie on multiples of their size: no kernel is given such."""
+    return array if array.flags.aligned else array.copy()
+
+
+def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Array whose bytes are those of untouched guarded memory."""
+    dtype = np.dtype(dtype)
+    return np.full((*shape, dtype.itemsize), FILL, np.uint8).view(dtype)[..., 0]
+
+
+@dataclass(frozen=True)
+class Run:
+    """How to run: schedule seed, undefined-behaviour checks, where outputs lie, and the text of a variant."""
+
+    seed: int = 0
+    sanitize: bool = False
+    requested: str | None = None
+    place: Place = contiguous
+    text: Callable[[Variant], str] = source.build
+
+
+def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run) -> None:
+    """Launch the steps of a plan one after the other."""
+    record = bytes(plan.arguments(planning.pointers_of(arrays)))
+    for step in plan.steps:
+        if not step.blocks:
+            continue
+        variant = step.variant
+        built = kernel(run.text(variant), variant.entry, plan.device.capability, run.sanitize)
+        shared_bytes = step.config.shared_bytes(ITEMSIZE[variant.dtype])
+        built.launch((step.blocks,), step.config.threads, record, shared_bytes, run.seed)
+
+
+def guarded_call(call: Call, memory: Memory) -> Call:
+    """The call with its arrays in guarded memory."""
+    arrays = {n: memory.input(movable(getattr(call, n)), n) for n in ("q", "k", "v")}
+    operands = {n: memory.input(movable(x), n) for n, x in call.operands.items()}
+    return replace(call, **arrays, operands=operands)
+
+
+def forward(
+    call: Call, device: Device | int, seed: int = 0, *, with_lse: bool = True, **options: Any
+) -> tuple[Any, Any]:
+    """Output and log-sum-exp (or None) of one call.
+
+    Parameters
+    ----------
+    call
+        A `cuflash.problem.Call` of NumPy arrays.
+    device
+        A `Device`, or a compute capability (80).
+    seed
+        Of the emulator's schedule; at least 6 different ones make a test.
+    with_lse
+        False passes no array for the log-sum-exp.
+    options
+        Other fields of `Run`.
+
+    Raises
+    ------
+    EmulatorError
+        A kernel broke a rule, or wrote where it may not.
+    """
+    run, memory = Run(seed=seed, **options), Memory()
+    problem, device = call.problem, described_device(device) if isinstance(device, int) else device
+    call = guarded_call(call, memory)
+    out = memory.output(problem.out_shape, call.q.dtype, "out", problem.layout, run.place)
+    lse = memory.output(problem.lse_shape, problem.accumulator, "lse") if with_lse else None
+    arrays = planning.forward_arrays(call, out, lse)
+    places = planning.places_of(problem, arrays)
+    execute(planning.plan_forward.__wrapped__(problem, device, places, run.requested), arrays, run)
+    memory.check()
+    return out.copy(), None if lse is None else lse.copy()
+
+
+def backward(
+    call: Call, out: Any, lse: Any, dout: Any, dlse: Any, device: Device | int, seed: int = 0, **options: Any
+) -> Any:
+    """Gradients of one call: a named tuple (dq, dk, dv, then dbias if the call has a bias), the last one in float32 sums.
+
+    Parameters
+    ----------
+    out, lse, dout, dlse
+        NumPy arrays with the axes (*batch, heads_q, seq_q, ...); dlse may be None.
+    call, device, seed, options
+        As in `forward`.
+
+    Raises
+    ------
+    EmulatorError
+        A kernel broke a rule, or wrote where it may not.
+    """
+    run, memory = Run(seed=seed, **options), Memory()
+    problem, device = call.problem, described_device(device) if isinstance(device, int) else device
+    call = guarded_call(call, memory)
+    given = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    given = {n: memory.input(movable(x), n) for n, x in given.items() if x is not None}
+    names = differentiable_operands(problem.modifiers)
+    gradients = {
+        f"d{name}": memory.output(x.shape, x.dtype, f"d{name}", problem.layout, run.place)
+        for name, x in (("q", call.q), ("k", call.k), ("v", call.v))
+    }
+    sums = {f"d{name}": memory.sums(call.operands[name].shape, problem.accumulator, f"d{name}") for name in names}
+    arrays = planning.backward_arrays(call, **given, **gradients, **sums)
+    places = planning.places_of(problem, arrays)
+    plan = planning.plan_backward.__wrapped__(problem, device, places, False, run.requested)
+    workspace = {
+        "statistics": memory.like(poison((plan.statistics_bytes,), np.uint8), "statistics")[0],
+        "dq_sum": memory.like(poison((plan.dq_sum_bytes,), np.uint8), "dq_sum")[0],
+    }
+    execute(plan, {**arrays, **workspace}, run)
+    memory.check()
+    operands = [x.astype(call.operands[name[1:]].dtype) for name, x in sums.items()]
+    return gradients_type(names)(*(x.copy() for x in gradients.values()), *operands)
+
+
+# ---- checking ------------------------------------------------------------------------------------------------------------
+SEEDS = range(6)  # every pace of asynchronous work
+
+
+def check(case: Case, device: Device | int, seeds: Iterable[int] = SEEDS, **options: Any) -> None:
+    """Run a case forward and backward under each schedule and judge the results by the project's tolerance.
+
+    The backward is given the forward's own output and log-sum-exp.
+    """
+    call, dout, dlse = case.call()
+    check_call(call, dout, dlse, device, seeds, **options)
+
+
+def check_call(
+    call: Call, dout: Any, dlse: Any, device: Device | int, seeds: Iterable[int] = SEEDS, **options: Any
+) -> None:
+    """The same for a call."""
+    expectation = Expectation(call, dout, dlse)
+    for seed in seeds:
+        out, lse = forward(call, device, seed, **options)
+        expectation.check_forward(out, lse)
+        gradients = backward(call, out, lse, dout, dlse, device, seed, **options)
+        expectation.check_backward(gradients)

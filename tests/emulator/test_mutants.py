@@ -1,0 +1,212 @@
+"""Bugs sown into the real kernels, each of which some schedule must notice: the test of the kernel tests."""
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from cuflash import problem, source, tuning
+from cuflash.variant import Variant
+from tests.cases import Case
+from tests.emulator import Mutant, examine, kernels
+from tests.tolerance import Expectation
+
+FORWARD = tuning.ForwardTile(block_q=32, block_k=16, warps=2, stages=2, blocks_per_sm=1)
+BACKWARD = tuning.BackwardTile(block_q=32, block_k=32, warps=2, query_warps=1, stages=2, dout_stages=2, blocks_per_sm=1)
+TILES = {
+    "two stages": (FORWARD, BACKWARD),
+    "one stage": (FORWARD._replace(stages=1), BACKWARD._replace(stages=1, dout_stages=1)),
+    "two columns": (FORWARD, BACKWARD._replace(warps=4, query_warps=2)),
+}
+CASES = {
+    # lengths end inside a block, the rest is NaN; the last key outweighs the others
+    "padded": Case("padded", "float16", heads_k=1, causal="top_left", lengths=(45, 29), dlse=True, head_dim=24),
+    "growing": Case("growing", "float16", heads_k=1, causal=True, values="dominant key late", scale=2.0, head_dim=24),
+    "empty rows": Case("empty rows", "float16", heads_k=1, causal=True, seq_q=45, seq_k=33, dlse=True, head_dim=24),
+    "wide values": Case("wide values", "float16", head_dim=8, head_dim_v=88),
+    "modified": Case("modified", "float16", softcap=1.0, mask="hqk", bias="b1qk", window=(20, 9), head_dim=24),
+}
+
+
+@dataclass(frozen=True)
+class Sown:
+    """A mutant, the case that shows it, and the tile."""
+
+    mutant: Mutant
+    case: str = "padded"
+    tile: str = "two stages"
+
+    def __str__(self) -> str:
+        return f"{self.mutant.kernel}-{self.mutant.description}".replace(" ", "_")
+
+
+def sown(kernel: str, description: str, old: str, new: str, case: str = "padded", tile: str = "two stages", count=1):
+    return Sown(Mutant(kernel, description, old, new, count), case, tile)
+
+
+MUTANTS = [
+    # ---- schedules: barriers and waits
+    sown("forward_mma", "a block is read while it is overwritten",
+         "__syncthreads();  // this block has arrived", "//"),
+    sown("forward_mma", "a block is read before it has arrived",
+         "cp_async_wait_group<0>();\n      __syncthreads();  // this block", "__syncthreads();  // this block"),
+    sown("forward_mma", "keys are overwritten while they are read",
+         "__syncthreads();  // keys are no longer read", "", tile="one stage"),
+    sown("forward_mma", "values are overwritten while they are read",
+         "__syncthreads();  // values are no longer read", "", tile="one stage"),
+    sown("forward_mma", "the last values are not waited for",
+         "else cp_async_wait_group<0>();", "else cp_async_wait_group<1>();", tile="one stage"),
+    sown("forward_mma", "the last block of keys is forgotten",
+         "tiles_of(recomputed(seen.end), Config::kBlockK)", "recomputed(seen.end) / Config::kBlockK"),
+    sown("backward_mma", "a tile is read while it is overwritten",
+         "__syncthreads();  // this tile has arrived", "//"),
+    sown("backward_mma", "a tile is read before it has arrived",
+         "cp_async_wait_group<0>();", "cp_async_wait_group<1>();"),
+    sown("backward_mma", "dS is read before it is complete",
+         "__syncthreads();  // P and dS are complete", ""),
+    sown("backward_mma", "queries are overwritten while they are read",
+         "__syncthreads();  // queries are no longer read", "", tile="one stage"),
+    sown("backward_mma", "dO is overwritten while it is read",
+         "__syncthreads();  // dO is no longer read", ";", tile="one stage and two columns"),
+    sown("backward_mma", "the next tile replaces this one",
+         "next_tile, stage ^ 1)", "next_tile, stage)"),
+    sown("backward_mma", "the second head of a group is forgotten",
+         "++next_head;", ""),
+    sown("backward_mma", "dS is stored transposed",
+         "store_pair(to.at(at.row(Fragment::slot(i)), at.column(i))", "store_pair(to.at(at.column(i), at.row(Fragment::slot(i)))"),
+    sown("backward_mma", "P is multiplied in place of dS",
+         "KeyFragment, Element>(dk, ds_tile", "KeyFragment, Element>(dk, p_tile", tile="two columns"),
+    sown("backward_mma", "dk is not scaled",
+         "warp_column), [&](int) { return p.scale; })", "warp_column), as_it_is)"),
+    sown("backward_mma", "dK is stored while K is read",
+         "__syncthreads();  // K and V are no longer read", "//"),
+    sown("forward_mma", "the output is stored while values are read",
+         "__syncthreads();  // nothing in shared memory is read any more", "//", case="wide values"),
+    sown("backward_mma", "slopes are forgotten",
+         "s[i] *= slopes[i];", "", case="modified"),
+    sown("backward_convert_mma", "dq is not scaled",
+         "[&](int) { return p.scale; }", "[&](int) { return 1.f; }"),
+    sown("backward_delta", "dlse has the wrong sign",
+         "delta -= static_cast<const Real*>(p.dlse.data)", "delta += static_cast<const Real*>(p.dlse.data)"),
+    sown("backward_delta", "sums of dq do not start at 0",
+         "[line * p.dq_width + c] = Real(0)", "[line * p.dq_width + c]"),
+    # ---- attention
+    sown("forward_mma", "the accumulator keeps its old base",
+         "o[i] *= alpha[Accumulator::slot(i)]", "", case="growing"),
+    sown("forward_mma", "the sum keeps its old base",
+         "l[slot] *= alpha[slot];", "", case="growing"),
+    sown("forward_mma", "probabilities may outgrow their type",
+         "kSlack = 8;", "kSlack = 80;", case="growing"),
+    sown("forward_mma", "an unseen row has a shift",
+         "m[slot] == -infinity<Real>() ? Real(0) :", "", case="empty rows"),
+    sown("forward_mma", "lse forgets the scale",
+         "fma_of(m[slot], p.softmax_scale * Real(0.69", "fma_of(m[slot], Real(0.69"),
+    sown("forward_mma", "the diagonal is hidden",
+         "q + p.causal_diagonal + 1)", "q + p.causal_diagonal)"),
+    sown("forward_mma", "a window is a key too wide",
+         "q + p.window_last + 1)", "q + p.window_last + 2)", case="modified"),
+    sown("forward_mma", "every tile passes for open",
+         "if (queries.end > p.seq_q) return false;", "return true;"),
+    sown("backward_mma", "a query too few sees a key",
+         "k - p.causal_diagonal)", "k - p.causal_diagonal + 1)"),
+    sown("backward_mma", "delta is ignored",
+         "return probability * (dp - delta);", "return probability * dp;"),
+    sown("backward_mma", "gradients of the bias are transposed",
+         "q * view.row + k * view.column, ds[i]", "k * view.row + q * view.column, ds[i]", case="modified"),
+    # ---- hardware
+    sown("forward_mma", "keys beyond the length are copied",
+         "at >= valid.begin && at < valid.end ? present : 0", "present"),
+    sown("forward_mma", "columns beyond the head are copied",
+         "min(max(columns - column, 0), kChunk)", "kChunk"),
+    sown("forward_mma", "the halves of B are exchanged",
+         "tile.at(column + lane / 16 * 8 + lane % 8, k + lane / 8 % 2 * 8)", "tile.at(column + lane / 8 % 2 * 8 + lane % 8, k + lane / 16 * 8)"),
+    sown("backward_mma", "the halves of A are exchanged",
+         "tile.at(k + lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8)", "tile.at(k + lane / 8 % 2 * 8 + lane % 8, row + lane / 16 * 8)"),
+    sown("forward_mma", "rows are mistaken in the reduction",
+         "return max_of(x, __shfl_xor_sync(0xffffffffu, x, 2));", "return max_of(x, __shfl_xor_sync(0xffffffffu, x, 4));", case="growing"),
+]  # fmt: skip
+TILES["one stage and two columns"] = (FORWARD, TILES["two columns"][1]._replace(stages=1, dout_stages=1))
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """Sets the only tile that each direction may choose."""
+
+    def tile(name):
+        monkeypatch.setattr(tuning, "FORWARD_MMA", (TILES[name][0],))
+        monkeypatch.setattr(tuning, "BACKWARD_MMA", (TILES[name][1],))
+
+    return tile
+
+
+class Trial:
+    """One case, run with the text of one kernel replaced."""
+
+    def __init__(self, case: Case) -> None:
+        made = case.make()
+        if case.lengths:
+            for name in ("k", "v"):
+                for batch, length in enumerate(case.lengths):
+                    made[name][batch, :, length:] = np.nan
+        self.call = problem.describe(made["q"], made["k"], made["v"], **made["options"])
+        self.dout, self.dlse = made["dout"], made["dlse"]
+        self.expectation = Expectation(self.call, self.dout, self.dlse)
+        self.out = self.expectation.plain["out"]
+        self.lse = self.expectation.lse.astype(np.float32)
+
+    def variant(self, kernel: str) -> Variant:
+        """The variant of that kernel which the case runs."""
+        found = []
+
+        def note(variant):
+            found.append(variant)
+            return source.build(variant)
+
+        self.run(kernel, note, 0)
+        return next(v for v in found if v.kernel == kernel)
+
+    def run(self, kernel: str, text, seed: int) -> None:
+        """Run the direction that has the kernel; the backward is given the reference's output and lse."""
+        if kernel.startswith("forward"):
+            self.expectation.check_forward(*kernels.forward(self.call, 80, seed, text=text))
+            return
+        given = (self.call, self.out, self.lse, self.dout, self.dlse)
+        self.expectation.check_backward(kernels.backward(*given, 80, seed, text=text))
+
+
+def spelled(words: str, text: str) -> str:
+    """Those words as the text breaks them into lines."""
+    found = re.search(r"\s+".join(map(re.escape, words.split())), text)
+    assert found, f"{words!r} is not in the kernel any more: what is the bug now?"
+    return found[0]
+
+
+@pytest.mark.parametrize("bug", MUTANTS, ids=str)
+def test_mutant_is_noticed(bug, force):
+    force(bug.tile)
+    trial, kernel = Trial(CASES[bug.case]), bug.mutant.kernel
+    variant = trial.variant(kernel)  # and the control: the kernel without the bug passes
+
+    def run(text, seed):
+        trial.run(kernel, lambda v: text if v == variant else source.build(v), seed)
+
+    text = source.build(variant)
+    mutant = replace(bug.mutant, old=spelled(bug.mutant.old, text))
+    findings = examine(mutant, text, run, kernels.SEEDS)
+    assert findings.noticed, findings
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_without_a_bug_pass(case, tile, force):
+    force(tile)
+    trial = Trial(CASES[case])
+    for kernel in ("forward_mma", "backward_mma"):
+        for seed in kernels.SEEDS:
+            trial.run(kernel, source.build, seed)
+
+
+def test_there_are_enough_mutants():
+    assert len(MUTANTS) >= 12
+    assert len({str(bug) for bug in MUTANTS}) == len(MUTANTS), "a mutant is there twice"

@@ -1,0 +1,88 @@
+"""Compiling kernels for any architecture without a GPU, with what the assembler says about them."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+try:
+    from cupy.cuda import nvrtc
+
+    from cuflash import jit
+except ImportError:
+    nvrtc = None
+
+#: in CI these tests fail where nothing can be compiled, elsewhere they say so
+needed = pytest.mark.skipif(
+    nvrtc is None and not os.environ.get("CI"), reason="CuPy is not installed: nothing can be compiled"
+)
+
+#: what CuPy's RawModule adds to the options (cupy/cuda/compiler.py), and the assembler's report
+ADDED = ("-ftz=true", "--device-as-default-execution-space", "--ptxas-options=-v")
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compilation."""
+
+    log: str
+    registers: int
+    stack_bytes: int
+    spilled_bytes: int
+    complaints: tuple[str, ...]  # warnings of the compiler, and notes of the assembler on slow code
+
+    @property
+    def clean(self) -> bool:
+        return not self.spilled_bytes and not self.stack_bytes and not self.complaints
+
+    def __str__(self) -> str:
+        found = "; ".join(self.complaints)
+        return (
+            f"{self.registers} registers, stack {self.stack_bytes}, spilled {self.spilled_bytes} bytes {found}".strip()
+        )
+
+
+class CompilationError(Exception):
+    """The compiler refused the source; the text is its log."""
+
+
+@cache
+def arch_options(arch: int) -> tuple[str, ...]:
+    return (*jit.OPTIONS, f"-arch=sm_{arch}", *ADDED)
+
+
+def compile_source(text: str, arch: int) -> Report:
+    """Compile one kernel's source; CompilationError with the log if it is refused."""
+    program = nvrtc.createProgram(text, "kernel.cu", (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, arch_options(arch))
+        except nvrtc.NVRTCError:
+            raise CompilationError(nvrtc.getProgramLog(program)) from None
+        return report(nvrtc.getProgramLog(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def report(log: str) -> Report:
+    """What a log says."""
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    used = re.findall(r"Used (\d+) registers", log)
+    if len(used) != 1 or len(spills) < 1:
+        raise CompilationError(f"the log has no report of one kernel:\n{log}")
+    complaints = [
+        line.strip()
+        for line in log.splitlines()
+        if re.search(r"warning|\(C7\d\d\d\)|potential performance|advisory", line, re.IGNORECASE)
+    ]
+    return Report(
+        log=log,
+        registers=int(used[0]),
+        stack_bytes=sum(int(s[0]) for s in spills),
+        spilled_bytes=sum(int(s[1]) + int(s[2]) for s in spills),
+        complaints=tuple(complaints),
+    )

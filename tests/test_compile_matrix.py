@@ -1,0 +1,143 @@
+"""Every kernel that a call can ask for compiles for every architecture: no spill, no stack, no warning, no slow-code note.
+
+Each kernel also asserts, at compile time, that its shared memory has the size that Python computes.
+
+A full product of dtypes, head sizes, options, alignments and architectures has thousands of members; CUFLASH_FULL_MATRIX=1
+compiles them.  Without it the product is full for sm_90 and sm_75, the ends of the range that differ in instructions, with
+one 16-bit dtype each (the other differs in the name of one instruction); architectures between them share sm_80's
+instructions and differ in shared memory, which decides the tile, so sizes at which it does are taken.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from cuflash import source
+from cuflash.errors import UnsupportedError
+from cuflash.variant import Variant
+from tests import nvrtc
+from tests.cases import DTYPES
+from tests.variants import ARCHS, HEAD_SIZES, OPTIONS, Entry
+
+FULL = os.environ.get("CUFLASH_FULL_MATRIX") == "1"
+
+pytestmark = nvrtc.needed
+
+#: (head_dim and head_dim_v, dtype) -> architectures on which no tile of the backward fits into shared memory
+REFUSED = {
+    (512, "float16"): {75},
+    (512, "float32"): {75},
+    (512, "float64"): {75, 80, 86, 89, 120},
+    (256, "float64"): {75},
+}
+
+
+def entries() -> Iterator[Entry]:
+    """The calls of the matrix."""
+    if FULL:
+        for arch, dtype, sizes, option, aligned in product(ARCHS, DTYPES, HEAD_SIZES, OPTIONS, (True, False)):
+            if not (dtype == "bfloat16" and arch < 80):
+                yield Entry(arch, dtype, *sizes, option, aligned)
+                yield Entry(arch, dtype, *sizes, option, aligned, seq_q=1)
+        return
+    for (arch, dtype), sizes in product(((90, "bfloat16"), (75, "float16")), HEAD_SIZES):
+        for option in ("plain", "causal", "everything"):
+            yield Entry(arch, dtype, *sizes, option)
+        for option in ("plain", "everything"):
+            yield Entry(arch, dtype, *sizes, option, aligned=False)
+    for arch, dtype, sizes in product((75, 90), ("float32", "float64"), HEAD_SIZES):
+        yield Entry(arch, dtype, *sizes, "everything")
+    for dtype, option, aligned in product(("float32", "float64"), ("plain", "causal"), (True, False)):
+        yield Entry(90, dtype, 64, 64, option, aligned)
+    for option in OPTIONS:
+        yield Entry(90, "float16", 128, 128, option)
+        yield Entry(90, "float16", 64, 64, option, seq_q=1)
+    for sizes, option in product(HEAD_SIZES, ("causal", "everything")):
+        yield Entry(86, "float16", *sizes, option)
+    for arch, sizes in product((80, 120), ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))):
+        yield Entry(arch, "bfloat16", *sizes, "causal")
+        yield Entry(arch, "bfloat16", *sizes, "everything")
+    for arch, sizes in product((89, 100), ((64, 64), (128, 128))):
+        yield Entry(arch, "bfloat16", *sizes, "everything")
+    for arch, dtype in product((80, 86, 89, 100, 120), ("float32", "float64")):
+        yield Entry(arch, dtype, 128, 128, "everything")
+
+
+def matrix() -> list:
+    """Each different kernel once, with the first call that asks for it."""
+    found: dict[tuple[int, Variant], Entry] = {}
+    for entry in entries():
+        try:
+            for variant in entry.variants():
+                if variant.kernel.startswith(("backward_delta", "backward_convert")) and not FULL:
+                    variant = replace(variant, modifiers=())  # these kernels look at no score
+                found.setdefault((entry.arch, variant), entry)
+        except UnsupportedError:  # test_heads_that_no_tile_fits knows them
+            continue
+    return [
+        pytest.param(arch, variant, id=f"sm_{arch}-{variant.entry}-{'aligned' if entry.aligned else 'unaligned'}-{i}")
+        for i, ((arch, variant), entry) in enumerate(found.items())
+    ]
+
+
+@pytest.mark.parametrize(("arch", "variant"), matrix())
+def test_compiles_well(arch, variant):
+    report = nvrtc.compile_source(source.build(variant), arch)
+    assert report.clean, f"{variant} on sm_{arch}: {report}"
+    limit = 65536 // (variant.config.threads * getattr(variant.config, "blocks_per_sm", 1))
+    assert report.registers <= limit, (
+        f"{variant} on sm_{arch}: {report}, at most {limit} let its blocks share a multiprocessor"
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_that_no_tile_fits(dtype):
+    """All others have a forward and a backward on every architecture."""
+    refused = {}
+    for arch, sizes in product(ARCHS, HEAD_SIZES):
+        if dtype == "bfloat16" and arch < 80:
+            continue
+        try:
+            list(Entry(arch, dtype, *sizes, "everything", aligned=False).variants())
+        except UnsupportedError:
+            refused.setdefault((sizes[0], dtype), set()).add(arch)
+    assert refused == {key: archs for key, archs in REFUSED.items() if key[1] == dtype}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("arch", [80])
+def test_shared_memory_that_differs_does_not_compile(arch, dtype, monkeypatch):
+    for variant in Entry(arch, dtype, 64, 64).variants():
+        wrong = replace_constant(source.build(variant), "kSharedBytes", variant.constants()["kSharedBytes"] + 16)
+        with pytest.raises(nvrtc.CompilationError, match="disagrees"):
+            nvrtc.compile_source(wrong, arch)
+
+
+def replace_constant(text: str, name: str, value: int) -> str:
+    head, found, tail = text.partition(f"static constexpr int {name} = ")
+    assert found, f"no constant {name}"
+    return f"{head}{found}{value}{tail[tail.index(';') :]}"
+
+
+def test_a_spill_is_seen():
+    """The report that the matrix relies on: a kernel that needs more registers than it may have."""
+    wide = """extern "C" __global__ void __launch_bounds__(1024, 2) f(float* x) {
+      float a[200];
+      for (int i = 0; i < 200; ++i) a[i] = x[i * 1024 + threadIdx.x];
+      __syncthreads();
+      float s = 0;
+      for (int i = 0; i < 200; ++i) s = s * a[i] + a[199 - i];
+      x[threadIdx.x] = s;
+    }"""
+    report = nvrtc.compile_source(wide, 80)
+    assert report.spilled_bytes
+    assert not report.clean
+
+
+def test_a_warning_is_seen():
+    report = nvrtc.compile_source('extern "C" __global__ void f(int* x) { int unused = 3; *x = 1; }', 80)
+    assert report.complaints
+    assert not report.clean

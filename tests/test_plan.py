@@ -1,0 +1,384 @@
+"""Plans: how the batch is walked, what is aligned, what fits the grid, and what a plan depends on."""
+
+import ctypes
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+
+from cuflash import abi, plan
+from cuflash.backends import described_device
+from cuflash.errors import UnsupportedError
+from cuflash.modifiers import ALiBi, KeyLengths
+from cuflash.plan import Placed, merged_batch, placed
+from cuflash.problem import MAX_SEQ, Call, describe
+from tests.cases import DTYPES, STRIDES
+
+DEVICE = described_device(90)
+
+
+def call_of(shape_q=(2, 4, 33, 64), seq_k=45, heads_k=2, dtype="float16", head_dim_v=None, **options) -> Call:
+    """A call whose arrays are views of one number: shapes may be as large as they like."""
+    *batch, _, _, head_dim = shape_q
+    number = np.zeros((), DTYPES[dtype])
+    shapes = (
+        shape_q,
+        (*batch, heads_k, seq_k, head_dim),
+        (*batch, heads_k, seq_k, head_dim_v or head_dim),
+    )
+    return describe(*(np.broadcast_to(number, shape) for shape in shapes), **options)
+
+
+def contiguous(shape: tuple[int, ...], itemsize: int, misalignment: int = 0) -> Placed:
+    strides = [itemsize]
+    for n in shape[:0:-1]:
+        strides.append(strides[-1] * n)
+    return Placed(tuple(reversed(strides)), itemsize, misalignment)
+
+
+def places(call: Call, direction: str = "forward", **others: Placed) -> tuple[tuple[str, Placed], ...]:
+    """Places of contiguous arrays, but for those that are given."""
+    problem = call.problem
+    itemsize = call.q.dtype.itemsize
+    real = np.dtype(problem.accumulator).itemsize
+    found = {name: contiguous(getattr(call, name).shape, itemsize) for name in ("q", "k", "v")}
+    found["out"] = contiguous(problem.out_shape, itemsize)
+    found["lse"] = contiguous(problem.lse_shape, real)
+    if direction == "backward":
+        found["dout"] = found["out"]
+        found.update({f"d{name}": found[name] for name in ("q", "k", "v")})
+    for name, x in call.operands.items():
+        own = contiguous(x.shape, x.dtype.itemsize)
+        strides = tuple(0 if n == 1 else s for n, s in zip(x.shape, own.strides, strict=True))
+        found[name] = replace(own, strides=strides)
+        if direction == "backward" and name == "bias":
+            found["dbias"] = replace(found[name], strides=tuple(s // itemsize * real for s in strides), itemsize=real)
+    return tuple({**found, **others}.items())
+
+
+def forward(call: Call, device=DEVICE, **others: Placed) -> plan.Plan:
+    return plan.plan_forward(call.problem, device, places(call, **others))
+
+
+def backward(call: Call, device=DEVICE, **others: Placed) -> plan.Plan:
+    return plan.plan_backward(call.problem, device, places(call, "backward", **others))
+
+
+def record_of(made: plan.Plan, **pointers: int) -> np.void:
+    """The packed arguments, to be read by field name."""
+    direction = "forward" if len(made.steps) == 1 else "backward"
+    names = made.steps[0].variant.modifiers
+    return np.frombuffer(made.arguments(pointers), abi.record(direction, names, made.problem.accumulator))[0]
+
+
+# ---- batch axes ------------------------------------------------------------------------------------------------------
+def offsets(sizes, strides) -> np.ndarray:
+    """Offset of every batch entry, in the order in which the entries are counted."""
+    at = np.zeros(tuple(sizes), np.int64)
+    for index in np.ndindex(*sizes):
+        at[index] = sum(i * s for i, s in zip(index, strides, strict=True))
+    return at.ravel()
+
+
+def test_merged_batch_walks_the_same_entries():
+    rng = np.random.default_rng(0)
+    merged_somewhere = refused = 0
+    for _ in range(1500):
+        axes = int(rng.integers(0, 6))
+        sizes = tuple(int(n) for n in rng.integers(1, 4, axes))
+        strides = {name: random_strides(rng, sizes) for name in "abc"[: rng.integers(1, 4)]}
+        try:
+            got_sizes, got = merged_batch(sizes, strides)
+        except UnsupportedError:
+            refused += 1
+            assert fewest_axes(sizes, strides) > abi.BATCH_AXES
+            continue
+        assert len(got_sizes) == abi.BATCH_AXES
+        assert np.prod(got_sizes) == np.prod(sizes)
+        for name in strides:
+            np.testing.assert_array_equal(offsets(got_sizes, got[name]), offsets(sizes, strides[name]))
+        merged_somewhere += sum(n > 1 for n in got_sizes) < sum(n > 1 for n in sizes)
+    assert merged_somewhere > 50, "the strides are too random: nothing was merged"
+    assert refused > 5, "nothing was refused"
+
+
+def random_strides(rng: np.random.Generator, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous, partly broadcast or reordered array."""
+    strides, step = [], int(rng.integers(1, 4))
+    for n in reversed(sizes):
+        strides.append(step)
+        step *= n * (1 if rng.random() < 0.85 else 2)
+    strides.reverse()
+    kind = rng.random()
+    if kind < 0.2:
+        strides = [0] * len(sizes)
+    elif kind < 0.3 and sizes:
+        strides[int(rng.integers(len(sizes)))] = 0
+    elif kind < 0.4:
+        strides = [-s for s in strides]
+    return tuple(strides)
+
+
+def fewest_axes(sizes: tuple[int, ...], strides: dict[str, tuple[int, ...]]) -> int:
+    """Axes that are left when every two neighbours that can be merged are."""
+    kept = [axis for axis, n in enumerate(sizes) if n > 1]
+    cuts = sum(any(strides[n][a] != strides[n][b] * sizes[b] for n in strides) for a, b in pairwise(kept))
+    return cuts + 1 if kept else 0
+
+
+def test_refused_batch_names_the_remedy():
+    sizes = (2, 2, 2, 2)
+    with pytest.raises(UnsupportedError, match="contiguous"):
+        merged_batch(sizes, {"q": (8, 4, 2, 1), "k": (1, 2, 4, 8)})
+
+
+def test_broadcast_operands_keep_stride_0():
+    """An operand without batch axes must not stop the others from being merged into one."""
+    call = call_of((2, 3, 2, 2, 4, 33, 64), mask=np.ones((33, 45), bool))
+    record = record_of(forward(call))
+    assert record["batch_sizes"].tolist() == [1, 1, 24]
+    assert record["mask"]["batch"].tolist() == [0, 0, 0]
+    assert record["q"]["batch"].tolist() == [0, 0, 4 * 33 * 64]
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+ROWS = np.zeros((2, 3, 8, 16), np.float16)
+
+
+@pytest.mark.parametrize(
+    ("strides", "misalignment", "aligned"),
+    [
+        ((768, 256, 32, 2), 0, True),
+        ((0, 0, 0, 2), 0, True),
+        ((-768, -256, -32, 2), 0, True),
+        ((768, 256, 32, 2), 2, False),
+        ((768, 256, 32, 2), 8, False),
+        ((768, 256, 34, 2), 0, False),
+        ((768, 250, 32, 2), 0, False),
+        ((776, 256, 32, 2), 0, False),
+        ((768, 256, 32, -2), 0, False),
+        ((768, 256, 64, 4), 0, False),
+        ((768, 256, 2, 16), 0, False),
+    ],
+    ids=str,
+)
+def test_alignment(strides, misalignment, aligned):
+    place = Placed(strides, 2, misalignment)
+    assert place.aligned(16, 4) is aligned
+    call = call_of((2, 3, 8, 16), seq_k=8, heads_k=3)
+    for name in ("q", "k", "v"):
+        assert forward(call, **{name: place}).steps[0].config.aligned is aligned
+    for name in ("q", "k", "v", "dout"):
+        assert backward(call, **{name: place}).steps[1].config.aligned is aligned
+    for name in ("out", "dout"):
+        assert backward(call, **{name: place}).steps[0].config.aligned is aligned
+    assert forward(call, out=place).steps[0].config.aligned
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vectors(dtype):
+    """Results are written 16 bytes at a time where their rows begin at multiples of 16."""
+    for head_dim, misaligned in product((8, 7), (0, 1)):
+        call = call_of((2, 3, 8, head_dim), seq_k=8, heads_k=3, dtype=dtype)
+        itemsize = call.q.dtype.itemsize
+        place = contiguous(call.q.shape, itemsize, misaligned * itemsize)
+        expected = int(head_dim == 8 and not misaligned)
+        assert record_of(forward(call, out=place))["out_vectors"] == expected
+        for name in ("dq", "dk", "dv"):
+            record = record_of(backward(call, **{name: place}))
+            assert record[f"{name}_vectors"] == expected
+            assert sum(int(record[f"{n}_vectors"]) for n in ("dq", "dk", "dv")) == expected + 2 * (head_dim == 8)
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_strides_of_arrays(strides, dtype):
+    """Element (b, h, row, column) lies where the record says."""
+    x = STRIDES[strides](np.arange(2 * 3 * 5 * 8).reshape(2, 3, 5, 8).astype(DTYPES[dtype]))
+    place = placed(x, x.shape, x.__array_interface__["data"][0])
+    call = describe(x, x, x)
+    view = record_of(forward(call, q=place))["q"]
+    low = np.lib.array_utils.byte_bounds(x)[0]
+    base = (x.__array_interface__["data"][0] - low) // x.itemsize
+    for b, h, row, column in np.ndindex(*x.shape):
+        at = b * view["batch"][2] + h * view["head"] + row * view["row"] + column * view["column"]
+        shifted = np.ndarray((), x.dtype, memory_of(x), int(base + at) * x.itemsize)
+        assert shifted == x[b, h, row, column]
+
+
+def memory_of(x: np.ndarray) -> ctypes.Array:
+    """All bytes between the first and the last element."""
+    low, high = np.lib.array_utils.byte_bounds(x)
+    return (ctypes.c_ubyte * (high - low)).from_address(low)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 33, 45), (1, 4, 33, 45), (33, 45), (33, 1), (45,), (1, 1, 1, 1), (2, 1, 1, 45)]
+)
+def test_operands_are_broadcast_by_stride_0(shape):
+    bias = np.arange(np.prod(shape)).reshape(shape).astype(np.float16)
+    call = call_of(bias=bias)
+    full = np.broadcast_to(bias, call.problem.score_shape)
+    at = plan.places_of(call.problem, {"bias": call.operands["bias"]})
+    view = record_of(forward(call, bias=dict(at)["bias"]))["bias"]
+    index = (1, 3, 30, 41)
+    offset = 1 * view["batch"][2] + 3 * view["head"] + 30 * view["row"] + 41 * view["column"]
+    assert np.ascontiguousarray(bias).ravel()[offset] == full[index]
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+def test_addresses_go_where_they_belong():
+    call = call_of(bias=np.zeros((33, 45), np.float16), causal=True)
+    made = backward(call)
+    names = list(made.offsets)
+    record = record_of(made, **{name: 1000 + i for i, name in enumerate(names)})
+    for i, name in enumerate(names):
+        assert int(record[name]["data"] if record[name].dtype.names else record[name]) == 1000 + i
+    assert int(record_of(made)["dlse"]["data"]) == 0, "an array that is not given is a null pointer"
+    assert set(names) >= {"q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "bias", "dbias", "statistics"}
+
+
+def test_scalars():
+    call = call_of((2, 6, 33, 24), heads_k=2, head_dim_v=40, scale=0.25, softcap=3.0, window=(5, 2), causal=True)
+    record = record_of(forward(call))
+    for name, value in {
+        "batch_size": 2, "heads_q": 6, "heads_k": 2, "group": 3, "seq_q": 33, "seq_k": 45, "head_dim": 24, "head_dim_v": 40,
+        "causal_diagonal": 12, "window_first": 7, "window_last": 14, "scale": 0.25, "softcap": 3.0,
+    }.items():  # fmt: skip
+        assert record[name] == value, name
+    assert record["softmax_scale"] == np.float32(1 / np.log(2)), "a score modifier sees scores, not products"
+    assert record_of(forward(call_of(scale=0.25)))["softmax_scale"] == np.float32(0.25 / np.log(2))
+
+
+@pytest.mark.parametrize(("scale", "chain"), [(1.0, ()), (-1.0, ("scaled",)), (0.0, ("scaled",))])
+def test_products_are_scores_while_the_scale_is_positive(scale, chain):
+    assert forward(call_of(scale=scale)).steps[0].variant.modifiers == chain
+    assert forward(call_of(scale=scale, softcap=1.0)).steps[0].variant.modifiers == ("softcap",)
+
+
+# ---- the variant and the plan ----------------------------------------------------------------------------------------
+OPERANDS = (KeyLengths(np.array([1, 2], np.int32)), ALiBi(np.ones(4, np.float32)))
+OPTIONS = {
+    "plain": lambda sq, sk: {},
+    "causal": lambda sq, sk: {"causal": True},
+    "window": lambda sq, sk: {"window": (3, 5), "softcap": 2.0},
+    "mask": lambda sq, sk: {"mask": np.ones((sq, sk), bool)},
+    "bias": lambda sq, sk: {"bias": np.zeros((sk,), np.float16), "modifiers": OPERANDS},
+}
+SHORT = 64  # queries: fewer fill no large tile
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("arch", [80, 86, 90])
+def test_lengths_do_not_change_the_variant(option, dtype, arch):
+    """A new length plans anew and compiles nothing; only calls with few queries have a forward of their own."""
+    device = described_device(arch)
+    for few in (False, True):
+        variants = set()
+        for seq_q, seq_k in product((1, 2, 33, SHORT) if few else (SHORT + 1, 100, 777, 8192), (1, 64, 200, 5000)):
+            options = OPTIONS[option](seq_q, seq_k)
+            if "bias" in options:
+                options["bias"] = options["bias"].astype(DTYPES[dtype])
+            call = call_of((2, 4, seq_q, 64), seq_k=seq_k, dtype=dtype, **options)
+            variants.add(tuple(s.variant for s in (*forward(call, device).steps, *backward(call, device).steps)))
+        assert len(variants) == 1
+
+
+def test_batch_heads_and_numbers_do_not_change_the_variant():
+    first = forward(call_of((2, 4, 100, 64), scale=0.5, softcap=1.0, window=(3, 5))).steps[0].variant
+    second = forward(call_of((7, 3, 8, 100, 64), heads_k=8, scale=2.0, softcap=9.0, window=(0, None))).steps[0].variant
+    assert first == second
+
+
+def test_same_problem_same_plan():
+    one, two = call_of(causal=True), call_of(causal=True)
+    assert forward(one) is forward(two)
+    assert backward(one) is backward(two)
+    assert forward(one) is not forward(call_of())
+    assert forward(one) is not forward(one, described_device(80))
+    odd = contiguous(one.q.shape, 2, 2)
+    assert forward(one) is not forward(one, q=odd)
+
+
+def test_operands_values_are_no_part_of_the_plan():
+    masks = (np.ones((33, 45), bool), np.zeros((33, 45), bool))
+    first, second = (forward(call_of(mask=mask)) for mask in masks)
+    assert first is second
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+def test_grid_holds_every_block_or_the_call_is_refused():
+    fits = call_of((2**24, 1, 1, 16), seq_k=1, heads_k=1)
+    assert forward(fits).steps[0].blocks == 2**24
+    for large in ((2**30, 2, 1, 16), (2**31, 1, 1, 16)):
+        for direction in (forward, backward):
+            with pytest.raises(UnsupportedError, match="split the batch"):
+                direction(call_of(large, seq_k=1, heads_k=large[1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_cover_every_row(dtype):
+    for seq_q, seq_k in product((1, 63, 64, 65, 300), (1, 63, 64, 65, 300)):
+        call = call_of((2, 4, seq_q, 32), seq_k=seq_k, dtype=dtype)
+        (step,) = forward(call).steps
+        assert step.blocks * step.config.block_q >= 8 * seq_q
+        assert (step.blocks - 8) * step.config.block_q < 8 * seq_q
+        delta, main, _ = backward(call).steps
+        assert main.blocks * main.config.block_k >= 4 * seq_k
+        assert (main.blocks - 4) * main.config.block_k < 4 * seq_k
+        assert delta.blocks * delta.config.threads // delta.config.lanes >= 8 * seq_q
+
+
+@pytest.mark.parametrize("empty", [{"shape_q": (0, 4, 33, 64)}, {"shape_q": (2, 4, 0, 64)}, {"seq_k": 0}])
+def test_nothing_to_do_launches_nothing_that_would_fail(empty):
+    call = call_of(**empty)
+    for step in (*forward(call).steps, *backward(call).steps):
+        assert step.blocks >= 0
+    if not empty.get("seq_k", 1):
+        assert forward(call).steps[0].blocks, "the output is written: zeros"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_workspace(dtype):
+    call = call_of((3, 4, 70, 40), dtype=dtype)
+    made = backward(call)
+    delta, main, _ = made.steps
+    rows = 3 * 4 * (-(-70 // main.config.block_q) * main.config.block_q)
+    real = np.dtype(call.problem.accumulator).itemsize
+    assert made.statistics_bytes == rows * 2 * real
+    assert made.dq_sum_bytes == rows * real * main.config.head_dim
+    assert main.config.head_dim >= 40
+    assert delta.config.block_q == main.config.block_q
+    assert record_of(made)["dq_width"] == main.config.head_dim
+    assert record_of(made)["rows_padded"] == rows // 12
+    assert forward(call).statistics_bytes == forward(call).dq_sum_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"), [x for x in product((75, 80, 86, 90, 120), DTYPES) if x != (75, "bfloat16")], ids=str
+)
+def test_blocks_fit_the_device(arch, dtype):
+    device = described_device(arch)
+    for head_dim in (1, 16, 40, 64, 96, 128, 192, 256):
+        call = call_of((1, 2, 100, head_dim), dtype=dtype)
+        steps = list(forward(call, device).steps)
+        if not (arch == 75 and dtype == "float64" and head_dim > 128):  # no tile of its backward fits 64 KiB
+            steps += backward(call, device).steps
+        for step in steps:
+            itemsize = call.q.dtype.itemsize
+            assert step.config.shared_bytes(itemsize) <= device.shared_limit
+            assert step.config.threads % 32 == 0
+            assert step.config.threads <= 1024
+
+
+def test_positions_stay_below_32_bits():
+    """The longest sequences, whose offsets need 64 bits, and window bounds that would overflow."""
+    call = call_of((1, 1, MAX_SEQ, 64), seq_k=MAX_SEQ, heads_k=1, window=(2**62, 2**62), causal=True)
+    record = record_of(forward(call))
+    for q, k in product((0, MAX_SEQ - 1), (0, MAX_SEQ - 1)):
+        assert q + int(record["window_last"]) + 1 < 2**31
+        assert q + int(record["window_first"]) <= 0
+        assert k - int(record["window_first"]) + 1 < 2**31
+        assert k - int(record["window_last"]) <= 0

@@ -1,0 +1,99 @@
+"""Calls as users make them, and the kernels that each asks for: planned without arrays' values and without a device."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuflash import plan
+from cuflash.backends import described_device
+from cuflash.modifiers import ALiBi, KeyLengths
+from cuflash.problem import describe
+from cuflash.variant import Variant
+from tests.cases import DTYPES
+
+ARCHS = (75, 80, 86, 89, 90, 100, 120)
+HEAD_SIZES = (
+    (16, 16),
+    (32, 32),
+    (40, 40),
+    (64, 64),
+    (80, 80),
+    (96, 96),
+    (128, 128),
+    (192, 128),
+    (256, 256),
+    (512, 512),
+)
+HEADS, LENGTH = 2, 80
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One call that users make."""
+
+    arch: int
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    options: str = "plain"
+    aligned: bool = True
+    seq_q: int = LENGTH
+
+    def variants(self) -> Iterator[Variant]:
+        """The kernels of its forward and backward."""
+        dtype = DTYPES[self.dtype]
+        q, k, v, out = (
+            self.place((1, HEADS, n, d))
+            for n, d in (
+                (self.seq_q, self.head_dim),
+                (LENGTH, self.head_dim),
+                (LENGTH, self.head_dim_v),
+                (self.seq_q, self.head_dim_v),
+            )
+        )
+        call = describe(q, k, v, **options(self.options, dtype, self.seq_q))
+        problem, device = call.problem, described_device(self.arch)
+        lse = np.zeros(problem.lse_shape, problem.accumulator)
+        sums = {f"d{n}": np.zeros(x.shape, problem.accumulator) for n, x in call.operands.items() if n == "bias"}
+        forward = plan.forward_arrays(call, out, lse)
+        backward = plan.backward_arrays(call, out=out, lse=lse, dout=out, dq=q, dk=k, dv=v, **sums)
+        for step in (
+            *plan.plan_forward(problem, device, plan.places_of(problem, forward)).steps,
+            *plan.plan_backward(problem, device, plan.places_of(problem, backward)).steps,
+        ):
+            yield step.variant
+
+    def place(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Array whose rows can or cannot be moved in 16-byte pieces."""
+        dtype = DTYPES[self.dtype]
+        if not self.aligned:
+            return np.zeros((*shape[:-1], shape[-1] + 1), dtype)[..., 1:]
+        piece = 16 // dtype.itemsize
+        raw = np.zeros(int(np.prod(shape)) + piece, dtype)
+        start = -raw.ctypes.data % 16 // dtype.itemsize
+        return raw[start:][: int(np.prod(shape))].reshape(shape)
+
+
+def options(name: str, dtype: np.dtype, seq_q: int) -> dict:
+    """Keywords of a call by name."""
+    statistics = np.float64 if dtype == np.float64 else np.float32
+    single = {
+        "plain": {},
+        "causal": {"causal": True},
+        "window": {"window": (5, 3)},
+        "softcap": {"softcap": 2.0},
+        "bias": {"bias": np.ones((seq_q, LENGTH), dtype)},
+        "mask": {"mask": np.ones((seq_q, LENGTH), bool)},
+        "alibi": {"modifiers": (ALiBi(np.ones(HEADS, statistics)),)},
+        "lengths": {"modifiers": (KeyLengths(np.ones(1, np.int32)),)},
+        "negative-scale": {"scale": -1.0},
+    }
+    if name != "everything":
+        return single[name]
+    parts = [single[n] for n in ("causal", "window", "softcap", "bias", "mask")]
+    modifiers = single["alibi"]["modifiers"] + single["lengths"]["modifiers"]
+    return {**{key: x for part in parts for key, x in part.items()}, "modifiers": modifiers}
+
+
+OPTIONS = ("plain", "causal", "window", "softcap", "bias", "mask", "alibi", "lengths", "negative-scale", "everything")
