@@ -98,10 +98,10 @@ def plan_forward(
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v"))
     config = backend.schedule.forward(problem, device.shared_limit, aligned)
     names = chain_names(problem)
-    step = Step(Variant(f"forward_{backend.name}", problem.dtype, names, config), config.blocks(problem))
+    steps = checked(Step(Variant(f"forward_{backend.name}", problem.dtype, names, config), config.blocks(problem)))
     values = {**common_values(problem), "out_vectors": vectors(at["out"], axes)}
     template, offsets = pack("forward", problem, at, values)
-    return checked(Plan(problem, device, backend.name, reasons, (step,), template, offsets))
+    return Plan(problem, device, backend.name, reasons, steps, template, offsets)
 
 
 @lru_cache(maxsize=4096)
@@ -123,7 +123,7 @@ def plan_backward(
     delta = rows.delta(problem, itemsize, main.block_q, delta_aligned)
     convert = backend.schedule.convert(main)
     names = chain_names(problem)
-    steps = (
+    steps = checked(
         Step(Variant("backward_delta", problem.dtype, names, delta), delta.blocks(problem)),
         Step(Variant(f"backward_{backend.name}", problem.dtype, names, main), main.blocks(problem)),
         Step(Variant(f"backward_convert_{backend.name}", problem.dtype, names, convert), convert.blocks(problem)),
@@ -138,18 +138,16 @@ def plan_backward(
     template, offsets = pack("backward", problem, at, values)
     lines = problem.batch_size * problem.heads_q * padded
     real = np.dtype(problem.accumulator).itemsize
-    return checked(
-        Plan(
-            problem,
-            device,
-            backend.name,
-            reasons,
-            steps,
-            template,
-            offsets,
-            statistics_bytes=2 * real * lines,
-            dq_sum_bytes=real * lines * main.head_dim,
-        )
+    return Plan(
+        problem,
+        device,
+        backend.name,
+        reasons,
+        steps,
+        template,
+        offsets,
+        statistics_bytes=2 * real * lines,
+        dq_sum_bytes=real * lines * main.head_dim,
     )
 
 
@@ -251,13 +249,14 @@ def is_mergeable(problem: Problem, arrays: Mapping[str, Any]) -> bool:
     return True
 
 
-def checked(plan: Plan) -> Plan:
-    for step in plan.steps:
+def checked(*steps: Step) -> tuple[Step, ...]:
+    """The steps; raises if the grid cannot hold the blocks of one."""
+    for step in steps:
         if step.blocks > MAX_BLOCKS:
             raise UnsupportedError(
                 f"{step.variant.entry} would need {step.blocks} blocks, the grid holds {MAX_BLOCKS}; split the batch"
             )
-    return plan
+    return steps
 
 
 # ---- arrays of a call ---------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def _flatten(path: str, generated: dict[str, str], seen: set[str]) -> str:
         parts.append(text[position : match.start()])
         parts.append(_flatten(match[1], generated, seen))
         line = text.count("\n", 0, match.end()) + 1
-        parts.append(f'#line {line} "{path}"')
+        parts.append(f'#line {line + 1} "{path}"')
         position = match.end()
     return "".join([*parts, text[position:]]) + ("" if text.endswith("\n") else "\n")
 

@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     scores_of<true>(
         s, slopes, s_at, p, place, corner,
         tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {corner.k, corner.k + Config::kBlockK}));
-    const RowStatistics* statistics = shared.statistics[stage];
+    const RowStatistics* statistics = shared.statistics[recomputed(stage)];
 #pragma unroll
     for (int i = 0; i < ScoreFragment::kSize; i += 2) {
       const Pair<RowStatistics> row = load_pair(statistics + s_at.column(i));

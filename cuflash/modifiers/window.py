@@ -39,10 +39,9 @@ struct Window {
 
     def offsets(self, problem: Problem) -> tuple[int, int]:
         """First and last visible key relative to the query, clamped so that 32-bit positions cannot overflow."""
-        reach = problem.seq_q + problem.seq_k
-        left = reach if self.left is None else min(self.left, reach)
-        right = reach if self.right is None else min(self.right, reach)
-        return problem.diagonal - left, problem.diagonal + right
+        first = 1 - problem.seq_q if self.left is None else max(problem.diagonal - self.left, 1 - problem.seq_q)
+        last = problem.seq_k - 1 if self.right is None else min(problem.diagonal + self.right, problem.seq_k - 1)
+        return first, last
 
     def values(self, problem: Problem) -> dict[str, float | int]:
         first, last = self.offsets(problem)
