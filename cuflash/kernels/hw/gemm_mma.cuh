@@ -50,29 +50,18 @@ template <int kDepth, class Fragment> struct OperandA {
   }
 };
 
-// One step: A in registers, B's contraction along its rows.
-template <class Fragment, class Element, class TileB>
-__device__ __forceinline__ void step_rows(float (&c)[Fragment::kSize], const u32 (&a)[Fragment::kRowBlocks][4],
-                                          TileB& b_tile, int b_row, int k) {
+// One step: A in registers, B's contraction along its rows or down its columns.
+enum class Along { kRows, kColumns };
+template <Along kB, class Fragment, class Element, class TileB>
+__device__ __forceinline__ void multiply_step(float (&c)[Fragment::kSize], const u32 (&a)[Fragment::kRowBlocks][4],
+                                              TileB& b_tile, int b_first, int k) {
 #pragma unroll
   for (int j = 0; j < Fragment::kColumnBlocks; j += 2) {
     u32 b[4];
-    load_b_rows(b, b_tile, b_row + 8 * j, k);
-#pragma unroll
-    for (int r = 0; r < Fragment::kRowBlocks; ++r) {
-      mma_m16n8k16<Element>(c + Fragment::block(r, j), a[r], b[0], b[1]);
-      mma_m16n8k16<Element>(c + Fragment::block(r, j + 1), a[r], b[2], b[3]);
-    }
-  }
-}
-// One step: A in registers, B's contraction down its columns.
-template <class Fragment, class Element, class TileB>
-__device__ __forceinline__ void step_columns(float (&c)[Fragment::kSize], const u32 (&a)[Fragment::kRowBlocks][4],
-                                             TileB& b_tile, int b_column, int k) {
-#pragma unroll
-  for (int j = 0; j < Fragment::kColumnBlocks; j += 2) {
-    u32 b[4];
-    load_b_columns(b, b_tile, b_column + 8 * j, k);
+    if constexpr (kB == Along::kRows)
+      load_b_rows(b, b_tile, b_first + 8 * j, k);
+    else
+      load_b_columns(b, b_tile, b_first + 8 * j, k);
 #pragma unroll
     for (int r = 0; r < Fragment::kRowBlocks; ++r) {
       mma_m16n8k16<Element>(c + Fragment::block(r, j), a[r], b[0], b[1]);
@@ -91,7 +80,7 @@ __device__ __forceinline__ void gemm_rows_rows(float (&c)[Fragment::kSize], Tile
     u32 a[Fragment::kRowBlocks][4];
 #pragma unroll
     for (int r = 0; r < Fragment::kRowBlocks; ++r) load_a_rows(a[r], a_tile, a_row + 16 * r, k);
-    step_rows<Fragment, Element>(c, a, b_tile, b_row, k);
+    multiply_step<Along::kRows, Fragment, Element>(c, a, b_tile, b_row, k);
   }
 }
 // The same with A in registers.
@@ -99,7 +88,8 @@ template <int kDepth, class Fragment, class Element, class TileB>
 __device__ __forceinline__ void gemm_operand_rows(float (&c)[Fragment::kSize], const OperandA<kDepth, Fragment>& a,
                                                   TileB& b_tile, int b_row) {
 #pragma unroll
-  for (int k = 0; k < kDepth; k += 16) step_rows<Fragment, Element>(c, a.step[k / 16], b_tile, b_row, k);
+  for (int k = 0; k < kDepth; k += 16)
+    multiply_step<Along::kRows, Fragment, Element>(c, a.step[k / 16], b_tile, b_row, k);
 }
 
 // A from an accumulator, B with the contraction down its columns: c += A B.
@@ -111,7 +101,7 @@ __device__ __forceinline__ void gemm_registers_columns(float (&c)[Fragment::kSiz
     u32 a[Fragment::kRowBlocks][4];
 #pragma unroll
     for (int r = 0; r < Fragment::kRowBlocks; ++r) pack_a<FragmentA, Element>(a[r], x, r, step);
-    step_columns<Fragment, Element>(c, a, b_tile, b_column, 16 * step);
+    multiply_step<Along::kColumns, Fragment, Element>(c, a, b_tile, b_column, 16 * step);
   }
 }
 
@@ -124,7 +114,7 @@ __device__ __forceinline__ void gemm_rows_columns(float (&c)[Fragment::kSize], T
     u32 a[Fragment::kRowBlocks][4];
 #pragma unroll
     for (int r = 0; r < Fragment::kRowBlocks; ++r) load_a_rows(a[r], a_tile, a_row + 16 * r, k);
-    step_columns<Fragment, Element>(c, a, b_tile, b_column, k);
+    multiply_step<Along::kColumns, Fragment, Element>(c, a, b_tile, b_column, k);
   }
 }
 
@@ -137,7 +127,7 @@ __device__ __forceinline__ void gemm_columns_columns(float (&c)[Fragment::kSize]
     u32 a[Fragment::kRowBlocks][4];
 #pragma unroll
     for (int r = 0; r < Fragment::kRowBlocks; ++r) load_a_columns(a[r], a_tile, a_column + 16 * r, k);
-    step_columns<Fragment, Element>(c, a, b_tile, b_column, k);
+    multiply_step<Along::kColumns, Fragment, Element>(c, a, b_tile, b_column, k);
   }
 }
 
