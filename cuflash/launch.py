@@ -26,7 +26,7 @@ from cuflash.plan import (
     plan_forward,
     pointers_of,
 )
-from cuflash.problem import Call, Problem, in_layout
+from cuflash.problem import Call, Problem, canonical, in_layout
 from cuflash.variant import ITEMSIZE
 
 
@@ -133,11 +133,7 @@ def backward(
 
 def empty(shape: tuple[int, ...], problem: Problem, dtype: Any) -> Any:
     """New array with the axes (*batch, heads, seq, dim), contiguous in the caller's layout."""
-    return in_layout_view(cupy.empty(in_layout(shape, problem.layout), dtype), problem)
-
-
-def in_layout_view(array: Any, problem: Problem) -> Any:
-    return array.swapaxes(-3, -2) if problem.layout == "bshd" else array
+    return canonical(cupy.empty(in_layout(shape, problem.layout), dtype), problem.layout)
 
 
 def in_one_batch(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,7 +180,7 @@ def signature(q: Any, k: Any, v: Any, mask: Any, bias: Any, options: tuple[Any, 
 def remember(key: Any, call: Call, out: Any, lse: Any, requested: str | None) -> None:
     """Keep the plan of a forward that has just run."""
     problem = call.problem
-    arrays = forward_arrays(call, in_layout_view(out, problem), lse)
+    arrays = forward_arrays(call, canonical(out, problem.layout), lse)
     if key is None or not is_mergeable(problem, arrays):
         return
     if len(_replays) >= 4096:

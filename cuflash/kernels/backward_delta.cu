@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
   delta = sum_over_lanes<Config::kLanes>(delta);
   if (!exists) return;
   if (lane == 0) {
-    RowStatistics statistics = row_statistics(-infinity<Real>(), Real(0));
+    RowStatistics statistics = no_row_statistics();
     if (row < p.seq_q) {
       if (p.dlse.data) delta -= static_cast<const Real*>(p.dlse.data)[place.offset(p.dlse) + row * p.dlse.row];
       statistics = row_statistics(static_cast<const Real*>(p.lse.data)[place.offset(p.lse) + row * p.lse.row], delta);

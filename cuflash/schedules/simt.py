@@ -113,11 +113,6 @@ class BackwardSimt:
     def threads(self) -> int:
         return 32 * self.warps
 
-    @property
-    def dq_width(self) -> int:
-        """Columns of the row-major sums of dQ."""
-        return self.head_dim
-
     def shared_bytes(self, itemsize: int) -> int:
         pitches = odd_pitch(self.head_dim, itemsize) + odd_pitch(self.head_dim_v, itemsize)
         elements = (self.block_q + self.block_k) * pitches

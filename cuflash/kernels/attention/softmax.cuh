@@ -99,6 +99,9 @@ __device__ __forceinline__ RowStatistics row_statistics(Real lse, Real delta) {
   return {empty ? infinity<Real>() : lse * Real(1.4426950408889634), empty ? Real(0) : delta};
 }
 
+// Of a row that does not exist, which is one that sees nothing.
+__device__ __forceinline__ RowStatistics no_row_statistics() { return row_statistics(-infinity<Real>(), Real(0)); }
+
 // P from a score and its row's statistics; rounding of a large lse cannot lift it above 1.
 __device__ __forceinline__ Real probability(Real s, Real shift, const Params& p) {
   return exp2_of(min_or_nan(fma_of(s, p.softmax_scale, -shift), Real(0)));

@@ -13,12 +13,6 @@ template <int kRows, int kColumns, class Element> struct SharedTile {
   __device__ __forceinline__ Element* at(int row, int column) { return data + row * kPitch + column; }
 };
 
-constexpr int power_of_two_from(int n) {
-  int power = 1;
-  while (power < n) power *= 2;
-  return power;
-}
-
 // The first `present` elements of a 16-byte chunk, zeros behind them; with none, `from` is not read.
 template <class Element> __device__ __forceinline__ void copy_chunk(Element* to, const Element* from, int present) {
 #if __CUDA_ARCH__ >= 800

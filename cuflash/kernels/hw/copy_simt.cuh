@@ -4,8 +4,6 @@
 // `wait_for_copies` and a block barrier.  On sm_75 the same calls copy at once.
 #pragma once
 
-__device__ constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2); }
-
 // kBytes to shared memory, of which the first `valid` are read and the others become 0.
 template <int kBytes> __device__ __forceinline__ void copy_bytes(void* to, const void* from, int valid) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "sizes of cp.async");

@@ -9,6 +9,8 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned long long u64;
 
+__device__ constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2); }
+
 struct Half { u16 bits; };      // IEEE binary16
 struct Bfloat16 { u16 bits; };  // the upper half of a binary32
 
