@@ -21,6 +21,8 @@ from pathlib import Path
 from .translate import translate
 
 DEVICE = Path(__file__).resolve().parent / "device"
+# What debug information calls that folder: a library is the same whichever checkout built it, and the cache shares it.
+RECORDED_DEVICE = "/device"
 FLAGS = [
     *("-std=c++17", "-O2", "-ftree-vectorize", "-march=native", "-g1", "-w"),
     *("-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"),
@@ -63,7 +65,7 @@ def compiler() -> str:
 @functools.cache
 def environment_key() -> str:
     """Hash of the emulator's C++ text, the compiler and the processor (the code is built for this machine)."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(RECORDED_DEVICE.encode())
     for path in sorted(DEVICE.iterdir()):
         digest.update(path.read_bytes())
     digest.update(subprocess.run([compiler(), "--version"], capture_output=True, check=True).stdout)
@@ -78,7 +80,7 @@ def content_key(*parts: str) -> str:
 
 
 def run_compiler(arguments: list[str], text: str) -> subprocess.CompletedProcess:
-    command = [compiler(), *arguments, "-"]
+    command = [compiler(), f"-fdebug-prefix-map={DEVICE}={RECORDED_DEVICE}", *arguments, "-"]
     return subprocess.run(command, input=text, capture_output=True, text=True, cwd=DEVICE, env=ENVIRONMENT)
 
 
@@ -149,10 +151,8 @@ def source_lines(library_path: Path, offsets: list[int]) -> list[str]:
         place = re.sub(r" \(discriminator \d+\)", "", line)
         if re.fullmatch("0x0+", place):
             stacks.append([])
-        elif (
-            not place.startswith(("0x", "??"))
-            and not place.endswith(":?")
-            and not Path(place.rpartition(":")[0]).is_file()
-        ):
-            stacks[-1].append(os.path.relpath(place, DEVICE))
+        elif place.startswith(RECORDED_DEVICE) and not place.endswith(":?"):
+            name = os.path.relpath(place, RECORDED_DEVICE)
+            if not (DEVICE / name.rpartition(":")[0]).is_file():  # a kernel's line, not one of the runtime's
+                stacks[-1].append(name)
     return [" < ".join(dict.fromkeys(stack)) for stack in stacks[:-1]]
