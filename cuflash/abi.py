@@ -1,6 +1,7 @@
 """One field table for the kernels' only argument: its NumPy record and its C struct come from here, so they cannot differ.
 
 A kernel takes one ``Params`` by value.  A ``View`` is an array of any strides; an axis that is broadcast has stride 0.
+Tensor maps (tensormap.py) come last, so that kernels without them take the same record, cut short.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ BATCH_AXES = 3  # leading axes are merged; more than this many that cannot be me
 VIEW = np.dtype(
     [("data", "u8"), ("batch", "i8", (BATCH_AXES,)), ("head", "i8"), ("row", "i8"), ("column", "i8")], align=True
 )
+
+#: of a tensor map (CUDA driver API, CUtensorMap)
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
 
 Fields = tuple[tuple[str, str], ...]
 
@@ -50,31 +54,49 @@ _GRADIENTS: Fields = (
     ("int", "dk_vectors"),
     ("int", "dv_vectors"),
 )
-_C_TYPES = {"View": "View", "Pointer": "void*", "int": "int", "Real": "Real"}
+_MAPPED: Fields = (("int", "section"),)
+_C_TYPES = {"View": "View", "Pointer": "void*", "int": "int", "Real": "Real", "TensorMap": "TensorMap"}
 
 
 @cache
-def fields(direction: str, modifiers: tuple[str, ...]) -> Fields:
-    """The field table of a kernel: `direction` is "forward" or "backward"; `modifiers` are names in chain order."""
+def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = ()) -> Fields:
+    """The field table of a kernel: `direction` is "forward" or "backward"; `modifiers` are names in chain order.
+
+    `maps` are names of arrays that the kernel reaches through tensor maps.
+    """
     table = _INPUTS + (_GRADIENTS if direction == "backward" else ()) + _SHAPE + (("int", "out_vectors"),)
     for name in modifiers:
         table += REGISTRY[name].fields
         if direction == "backward":
             table += tuple(("View", f"d{operand}") for operand in REGISTRY[name].differentiable)
-    return table
+    return table + (_MAPPED if maps else ()) + tuple(("TensorMap", f"{name}_map") for name in maps)
 
 
 @cache
-def record(direction: str, modifiers: tuple[str, ...], accumulator: str) -> np.dtype[Any]:
+def record(direction: str, modifiers: tuple[str, ...], accumulator: str, maps: tuple[str, ...] = ()) -> np.dtype[Any]:
     """The table as a NumPy record with C alignment."""
     types: dict[str, Any] = {"View": VIEW, "Pointer": "u8", "int": "i4", "Real": accumulator}
     layout: list[Any] = []
-    for kind, name in fields(direction, modifiers):
-        layout.append((name, "i4", (BATCH_AXES,)) if kind == "int[]" else (name, types[kind]))
-    return np.dtype(layout, align=True)
+    for kind, name in fields(direction, modifiers, maps):
+        if kind != "TensorMap":
+            layout.append((name, "i4", (BATCH_AXES,)) if kind == "int[]" else (name, types[kind]))
+    plain = np.dtype(layout, align=True)
+    if not maps:
+        return plain
+    start = -(-plain.itemsize // MAP_ALIGNMENT) * MAP_ALIGNMENT
+    names = list(plain.names or ())
+    placed: Any = plain.fields
+    return np.dtype(
+        {
+            "names": names + [f"{name}_map" for name in maps],
+            "formats": [placed[name][0] for name in names] + [f"V{MAP_BYTES}"] * len(maps),
+            "offsets": [placed[name][1] for name in names] + [start + MAP_BYTES * i for i in range(len(maps))],
+            "itemsize": start + MAP_BYTES * len(maps),
+        }
+    )
 
 
-def c_struct(direction: str, modifiers: Sequence[str]) -> str:
+def c_struct(direction: str, modifiers: Sequence[str], maps: tuple[str, ...] = ()) -> str:
     """The table as C text."""
     lines = [
         f"constexpr int kBatchAxes = {BATCH_AXES};",
@@ -82,8 +104,10 @@ def c_struct(direction: str, modifiers: Sequence[str]) -> str:
         "  void* data;",
         "  i64 batch[kBatchAxes], head, row, column;",
         "};",
-        "struct Params {",
     ]
-    for kind, name in fields(direction, tuple(modifiers)):
+    if maps:
+        lines.append(f"struct alignas({MAP_ALIGNMENT}) TensorMap {{ u64 opaque[{MAP_BYTES // 8}]; }};")
+    lines.append("struct Params {")
+    for kind, name in fields(direction, tuple(modifiers), maps):
         lines.append(f"  int {name}[kBatchAxes];" if kind == "int[]" else f"  {_C_TYPES[kind]} {name};")
     return "\n".join([*lines, "};"])

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from cuflash.errors import UnsupportedError
+from cuflash.place import Placed
 from cuflash.problem import Problem
-from cuflash.schedules import mma, simt
+from cuflash.schedules import mma, simt, wgmma
 from cuflash.variant import ITEMSIZE
 
 
@@ -23,6 +24,7 @@ class Device:
     multiprocessors: int = 1
     clock_hz: float = 0.0  # 0 where unknown
     bytes_per_second: float = 0.0
+    compiler: int = 0  # NVRTC, 1209 for 12.9; 0 where unknown
 
     def __str__(self) -> str:
         return f"{self.name or 'a device'} (compute capability {self.capability // 10}.{self.capability % 10})"
@@ -81,9 +83,14 @@ class Backend:
     max_head_dim: int
     deterministic_backward: bool
     schedule: ModuleType
+    last_capability: int = 1 << 30
+    has_backward: bool = True
+    on_request: bool = False  # only taken when asked for by name
 
-    def refusal(self, problem: Problem, device: Device, deterministic: bool) -> str | None:
-        """Why this backend does not take the problem, or None."""
+    def refusal(
+        self, problem: Problem, device: Device, at: Mapping[str, Placed], deterministic: bool, backward: bool
+    ) -> str | None:
+        """Why this backend does not take the problem with arrays at these places, or None."""
         if problem.dtype not in self.capabilities:
             return f"{problem.dtype} is not among its dtypes ({', '.join(self.capabilities)})"
         needed = self.capabilities[problem.dtype]
@@ -92,15 +99,31 @@ class Backend:
                 f"{problem.dtype} needs compute capability {needed / 10:.1f}, {device} is older; convert to "
                 f"{'float16 or float32' if problem.dtype == 'bfloat16' else 'float32'}"
             )
+        if device.capability > self.last_capability:
+            return f"its instructions exist on compute capability {self.last_capability / 10:.1f} only"
+        if backward and not self.has_backward:
+            return "it has no backward yet"
         for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if size > self.max_head_dim:
                 return f"{name} {size} is above {self.max_head_dim}; the numpy backend has no limit"
         if deterministic and not self.deterministic_backward:
             return "deterministic=True is not offered in its backward: dq is summed by atomics"
-        return None
+        refuse = getattr(self.schedule, "refusal", None)
+        return refuse(problem, device, at) if refuse else None
 
 
 BACKENDS = (
+    Backend(
+        "wgmma",
+        "Hopper's warpgroup tensor cores, fed by TMA",
+        {"float16": 90, "bfloat16": 90},
+        wgmma.MAX_HEAD_DIM,
+        False,
+        wgmma,
+        last_capability=90,
+        has_backward=False,
+        on_request=True,
+    ),
     Backend("mma", "tensor cores by mma.sync", {"float16": 75, "bfloat16": 80}, 512, False, mma),
     Backend("simt", "plain FMA units, true float32 and float64", {"float32": 75, "float64": 75}, 512, False, simt),
 )
@@ -108,15 +131,23 @@ NUMPY_REASON = "the arrays are on a GPU; it takes arrays on the host"
 
 
 def select(
-    problem: Problem, device: Device, *, requested: str | None = None, deterministic: bool = False
+    problem: Problem,
+    device: Device,
+    at: Mapping[str, Placed],
+    *,
+    requested: str | None = None,
+    deterministic: bool = False,
+    backward: bool = False,
 ) -> tuple[Backend, dict[str, str]]:
     """The backend for a problem on a device, and why each other one was not chosen."""
     chosen: Backend | None = None
     reasons: dict[str, str] = {}
     for backend in BACKENDS:
-        refusal = backend.refusal(problem, device, deterministic)
+        refusal = backend.refusal(problem, device, at, deterministic, backward)
         if refusal is None and requested not in (None, backend.name):
             refusal = f"backend={requested!r} was asked for"
+        if refusal is None and requested is None and backend.on_request:
+            refusal = f"it is taken on request only: backend={backend.name!r}"
         if refusal is None and chosen is not None:
             refusal = f"{chosen.name} is preferred"
         if refusal is None:

@@ -23,6 +23,12 @@ from cuflash.variant import Variant
 
 OPTIONS = ("--std=c++17",)
 
+
+def options(variant: Variant, capability: int) -> tuple[str, ...]:
+    """Compiler options of a kernel; CuPy adds the architecture, without the suffix that some instructions need."""
+    return (*OPTIONS, f"-arch=sm_{capability}{variant.target}") if variant.target else OPTIONS
+
+
 _kernels: dict[tuple[Variant, int], Kernel] = {}
 _lock = threading.RLock()
 
@@ -35,6 +41,15 @@ class Kernel:
     registers: int
     local_bytes: int
     raw: Any  # keeps the module alive
+
+
+def compiler() -> int:
+    """Version of NVRTC, 1209 for 12.9; 0 without one."""
+    try:
+        major, minor = cupy.cuda.nvrtc.getVersion()
+    except (RuntimeError, ImportError, AttributeError):  # not found: the first compilation says so
+        return 0
+    return 100 * int(major) + int(minor)
 
 
 def load(variant: Variant, device: int) -> Kernel:
@@ -52,7 +67,7 @@ def _compile(variant: Variant, device: int) -> Kernel:
     code = source.build(variant)
     with cupy.cuda.Device(device):
         try:
-            raw = _raw_kernel(code, variant.entry)
+            raw = _raw_kernel(code, variant, device)
         except OSError as error:  # the cache folder cannot be read or written
             folder = os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")
             _warn_once(
@@ -60,14 +75,16 @@ def _compile(variant: Variant, device: int) -> Kernel:
                 "Set CUPY_CACHE_DIR to a folder that can be written"
             )
             with _memory_cache():
-                raw = _raw_kernel(code, variant.entry)
+                raw = _raw_kernel(code, variant, device)
         raw.max_dynamic_shared_size_bytes = variant.constants()["kSharedBytes"]
         return Kernel(raw.kernel.ptr, raw.num_regs, raw.local_size_bytes, raw)
 
 
-def _raw_kernel(code: str, entry: str) -> Any:
+def _raw_kernel(code: str, variant: Variant, device: int) -> Any:
+    entry = variant.entry
+    capability = int(cupy.cuda.Device(device).compute_capability)
     try:
-        raw = cupy.RawModule(code=code, options=OPTIONS).get_function(entry)
+        raw = cupy.RawModule(code=code, options=options(variant, capability)).get_function(entry)
         raw.compile()
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(f"{entry} did not compile:\n{error}", variant=entry, log=str(error), source=code) from error

@@ -6,50 +6,27 @@ Planning touches neither CuPy nor a device: launch.py runs the steps on a GPU, t
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from cuflash import abi
+from cuflash import abi, tensormap
 from cuflash.backends import Device, select
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import REGISTRY, Scaled
+from cuflash.place import Placed, merged_batch, placed
 from cuflash.problem import Call, Problem
 from cuflash.schedules import rows
 from cuflash.schedules.base import Config
+from cuflash.tensormap import TensorMap
 from cuflash.variant import ITEMSIZE, Variant
 
 LOG2_E = 1.4426950408889634
 MAX_BLOCKS = (1 << 31) - 1  # of grid.x
 _POINTER = struct.Struct("=Q")
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Where an array lies: byte strides of (*batch, heads, row, column), 0 where broadcast, and the address modulo 16."""
-
-    strides: tuple[int, ...]
-    itemsize: int
-    misalignment: int
-
-    def aligned(self, to: int, axes: int) -> bool:
-        """Whether rows of `axes` axes can be moved in pieces of `to` bytes."""
-        return (
-            self.misalignment % to == 0
-            and self.strides[axes - 1] == self.itemsize
-            and all(s % to == 0 for s in self.strides[: axes - 1])
-        )
-
-
-def placed(array: Any, shape: tuple[int, ...], address: int) -> Placed:
-    """Place of an array that is broadcast to `shape`."""
-    strides = tuple(
-        0 if n == 1 and full != 1 else s for n, s, full in zip(array.shape, array.strides, shape, strict=True)
-    )
-    return Placed(strides, array.dtype.itemsize, address % 16)
 
 
 @dataclass(frozen=True)
@@ -63,6 +40,13 @@ class Step:
     def config(self) -> Config:
         return self.variant.config  # type: ignore[no-any-return]
 
+    @property
+    def argument_bytes(self) -> int:
+        """Of the argument record: the kernel's own part of the plan's."""
+        variant = self.variant
+        accumulator = "float64" if variant.real == "double" else "float32"
+        return abi.record(variant.direction, variant.modifiers, accumulator, variant.maps).itemsize
+
 
 @dataclass(frozen=True, eq=False)  # a plan is itself: it is made once
 class Plan:
@@ -74,15 +58,21 @@ class Plan:
     reasons: Mapping[str, str]
     steps: tuple[Step, ...]
     template: bytes
-    offsets: Mapping[str, int]  # of the pointers, by field name
+    offsets: Mapping[str, int]  # of the pointers and tensor maps, by field name
+    maps: tuple[TensorMap, ...] = ()
     statistics_bytes: int = 0
     dq_sum_bytes: int = 0
 
-    def arguments(self, pointers: Mapping[str, int]) -> bytearray:
+    def arguments(
+        self, pointers: Mapping[str, int], encode: Callable[[TensorMap, int], bytes] = tensormap.encode
+    ) -> bytearray:
         """The argument record with these addresses; those not named are null."""
         record = bytearray(self.template)
         for name, address in pointers.items():
             _POINTER.pack_into(record, self.offsets[name], address)
+        for tensor_map in self.maps:
+            at = self.offsets[f"{tensor_map.array}_map"]
+            record[at : at + abi.MAP_BYTES] = encode(tensor_map, pointers[tensor_map.array])
         return record
 
 
@@ -93,15 +83,30 @@ def plan_forward(
 ) -> Plan:
     """Plan of the forward for arrays at these places."""
     at = dict(places)
-    backend, reasons = select(problem, device, requested=requested)
+    backend, reasons = select(problem, device, at, requested=requested)
     axes = len(problem.out_shape)
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v"))
     config = backend.schedule.forward(problem, device.shared_limit, aligned)
     names = chain_names(problem)
-    steps = checked(Step(Variant(f"forward_{backend.name}", problem.dtype, names, config), config.blocks(problem)))
+    variant = Variant(f"forward_{backend.name}", problem.dtype, names, config)
+    steps = checked(Step(variant, grid(config, problem, device)))
     values = {**common_values(problem), "out_vectors": vectors(at["out"], axes)}
-    template, offsets = pack("forward", problem, at, values)
-    return Plan(problem, device, backend.name, reasons, steps, template, offsets)
+    if variant.maps:
+        values["section"] = config.section(problem)
+    template, offsets = pack("forward", problem, at, values, variant.maps)
+    maps = tensor_maps(variant, problem, at)
+    return Plan(problem, device, backend.name, reasons, steps, template, offsets, maps)
+
+
+def grid(config: Config, problem: Problem, device: Device) -> int:
+    """Blocks of a launch; persistent ones are as many as the device runs at once."""
+    blocks = config.blocks(problem)
+    return min(blocks, device.multiprocessors) if getattr(config, "persistent", False) else blocks
+
+
+def tensor_maps(variant: Variant, problem: Problem, at: Mapping[str, Placed]) -> tuple[TensorMap, ...]:
+    """Maps of the arrays that a kernel reaches through them."""
+    return tuple(tensormap.describe(name, problem, at[name], variant.config.box_rows[name]) for name in variant.maps)
 
 
 @lru_cache(maxsize=4096)
@@ -114,7 +119,7 @@ def plan_backward(
 ) -> Plan:
     """Plan of the backward: statistics, the main kernel, and where sums need it their conversion."""
     at = dict(places)
-    backend, reasons = select(problem, device, requested=requested, deterministic=deterministic)
+    backend, reasons = select(problem, device, at, requested=requested, deterministic=deterministic, backward=True)
     axes = len(problem.out_shape)
     itemsize = ITEMSIZE[problem.dtype]
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v", "dout"))
@@ -188,18 +193,22 @@ def vectors(place: Placed, axes: int) -> int:
 
 
 def pack(
-    direction: str, problem: Problem, at: Mapping[str, Placed], values: Mapping[str, float | int]
+    direction: str,
+    problem: Problem,
+    at: Mapping[str, Placed],
+    values: Mapping[str, float | int],
+    maps: tuple[str, ...] = (),
 ) -> tuple[bytes, dict[str, int]]:
     """The argument record without addresses, and where the addresses go."""
     names = chain_names(problem)
-    dtype = abi.record(direction, names, problem.accumulator)
+    dtype = abi.record(direction, names, problem.accumulator, maps)
     record = np.zeros((), dtype)
     sizes, strides = merged_batch(problem.batch, {n: p.strides[: len(problem.batch)] for n, p in at.items()})
     record["batch_sizes"] = sizes
     offsets = {}
     layout: Mapping[str, Any] = dtype.fields or {}
-    for kind, name in abi.fields(direction, names):
-        if kind in ("View", "Pointer"):
+    for kind, name in abi.fields(direction, names, maps):
+        if kind in ("View", "Pointer", "TensorMap"):
             offsets[name] = layout[name][1]
         elif name in values:
             record[name] = values[name]
@@ -210,31 +219,6 @@ def pack(
             record[name]["head"], record[name]["row"] = inner[0], inner[1]
             record[name]["column"] = inner[2] if len(inner) > 2 else 0
     return record.tobytes(), offsets
-
-
-def merged_batch(
-    sizes: tuple[int, ...], strides: Mapping[str, tuple[int, ...]]
-) -> tuple[list[int], dict[str, list[int]]]:
-    """Batch axes merged wherever every array allows it, then padded in front to `abi.BATCH_AXES`."""
-    merged_sizes: list[int] = []
-    merged: dict[str, list[int]] = {name: [] for name in strides}
-    for axis, size in enumerate(sizes):
-        if size == 1:
-            continue
-        if merged_sizes and all(merged[n][-1] == strides[n][axis] * size for n in strides):
-            merged_sizes[-1] *= size
-            for n in strides:
-                merged[n][-1] = strides[n][axis]
-        else:
-            merged_sizes.append(size)
-            for n in strides:
-                merged[n].append(strides[n][axis])
-    missing = abi.BATCH_AXES - len(merged_sizes)
-    if missing < 0:
-        raise UnsupportedError(
-            f"batch axes {sizes} of these strides cannot be merged to {abi.BATCH_AXES}; make the arrays contiguous"
-        )
-    return [1] * missing + merged_sizes, {n: [0] * missing + s for n, s in merged.items()}
 
 
 def is_mergeable(problem: Problem, arrays: Mapping[str, Any]) -> bool:

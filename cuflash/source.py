@@ -1,8 +1,9 @@
 """From a Variant to one CUDA source string: a generated prologue and the kernel's files, flattened.
 
 The schedule starts with ``#include "variant.cuh"``, which stands for the generated part: `Config`, `Params`, the modifiers'
-structs and their composition.  Every other ``#include "..."`` is a file below ``kernels/``.  ``#line`` keeps the compiler's
-messages pointing into the real files; no include path and no system header is needed.
+structs and their composition; Hopper's schedules also include "wgmma_instructions.cuh", generated likewise.  Every other
+``#include "..."`` is a file below ``kernels/``.  ``#line`` keeps the compiler's messages pointing into the real files; no
+include path and no system header is needed.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import re
 from functools import cache
 from importlib import resources
 
-from cuflash import abi
+from cuflash import abi, instructions
 from cuflash.modifiers import REGISTRY, Modifier
 from cuflash.variant import ELEMENTS, Variant
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"[^\n]*$', re.MULTILINE)
 _GENERATED = "variant.cuh"
+_INSTRUCTIONS = "wgmma_instructions.cuh"
 
 
 @cache
@@ -28,7 +30,10 @@ def read(path: str) -> str:
 @cache
 def build(variant: Variant) -> str:
     """The whole source of a variant: one string, no include left in it."""
-    return _flatten(f"{variant.kernel}.cu", {_GENERATED: prologue(variant)}, set())
+    generated = {_GENERATED: prologue(variant)}
+    if products := getattr(variant.config, "products", ()):
+        generated[_INSTRUCTIONS] = instructions.wgmma(products, variant.dtype)
+    return _flatten(f"{variant.kernel}.cu", generated, set())
 
 
 def _flatten(path: str, generated: dict[str, str], seen: set[str]) -> str:
@@ -61,7 +66,7 @@ def prologue(variant: Variant) -> str:
             constants,
             "};",
             f"#define CUFLASH_ENTRY {variant.entry}",
-            abi.c_struct(variant.direction, variant.modifiers),
+            abi.c_struct(variant.direction, variant.modifiers, variant.maps),
             '#include "attention/index.cuh"',
             *(m.cuda.strip() for m in chain),
             _score([m for m in chain if m.kind == "score"]),
@@ -107,6 +112,7 @@ def _visibility(ranges: list[type[Modifier]], masks: list[type[Modifier]]) -> st
     visible = " && ".join(f"{m.__name__}::visible(p, place, q, k)" for m in masks) or "true"
     return f"""struct Visibility {{
   static constexpr bool kHasMask = {str(bool(masks)).lower()};
+  static constexpr bool kNarrows = {str(bool(ranges)).lower()};  // some keys may be hidden from every query
   {_QUALIFIERS} int key_count(const Params& p, const Place& place) {{
 {count}  }}
   {_QUALIFIERS} void narrow_keys(const Params& p, int q, Range& keys) {{

@@ -31,6 +31,19 @@ class BackwardTile(NamedTuple):
     blocks_per_sm: int
 
 
+class ForwardWgmmaTile(NamedTuple):
+    """Tile of forward_wgmma.cu, for head sizes and query lengths up to a limit."""
+
+    max_head_dim: int
+    block_q: int
+    block_k: int
+    stages: int
+    query_stages: int
+    continuous: bool
+    takes_turns: bool = True
+    max_seq_q: int = 1 << 31
+
+
 FORWARD_MMA = (
     # H200, 2026-11-29, bf16, B·S = 16384, against FA2 in one run: d 64 1.04 to 1.10
     ForwardTile(128, 64, 4, 2, 2, q_in_registers=True),
@@ -64,4 +77,14 @@ BACKWARD_MMA = (
     BackwardTile(32, 32, 2, 1, 1, 1, 1),
     BackwardTile(16, 32, 2, 1, 1, 1, 1),
     BackwardTile(16, 16, 1, 1, 1, 1, 1),
+)
+
+FORWARD_WGMMA = (
+    ForwardWgmmaTile(64, 256, 64, 6, 2, continuous=True, max_seq_q=4096),
+    ForwardWgmmaTile(64, 192, 128, 4, 2, continuous=False),
+    ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True),
+    ForwardWgmmaTile(192, 128, 128, 2, 1, continuous=False),
+    ForwardWgmmaTile(192, 128, 96, 2, 1, continuous=False),
+    ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, takes_turns=False),
+    ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False, takes_turns=False),
 )

@@ -29,6 +29,16 @@ class Variant:
         return self.kernel.partition("_")[0]
 
     @property
+    def maps(self) -> tuple[str, ...]:
+        """Arrays that the kernel reaches through tensor maps."""
+        return tuple(getattr(self.config, "box_rows", ()))
+
+    @property
+    def target(self) -> str:
+        """Suffix of the architecture: "a" for instructions that only this one has (PTX ISA, "Target ISA")."""
+        return "a" if self.maps else ""
+
+    @property
     def real(self) -> str:
         """C type of sums and statistics."""
         return "double" if self.dtype == "float64" else "float"

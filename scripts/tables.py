@@ -142,7 +142,7 @@ def support() -> str:
         cells = []
         for dtype in DTYPES:
             try:
-                cells.append(f"`{backends.select(x[dtype], device)[0].name}`")
+                cells.append(f"`{backends.select(x[dtype], device, {})[0].name}`")
             except UnsupportedError:
                 cells.append("-")
         lines.append((GPUS.get(capability, "-"), f"sm_{capability}", *cells))

@@ -11,7 +11,7 @@ from cuflash import abi, plan
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import ALiBi, KeyLengths
-from cuflash.plan import Placed, merged_batch, placed
+from cuflash.place import Placed, merged_batch, placed
 from cuflash.problem import MAX_SEQ, Call, describe
 from tests.cases import DTYPES, STRIDES
 

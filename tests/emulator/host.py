@@ -16,6 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cuflash import tensormap
+from cuflash.tensormap import TensorMap
+
 from .build import BuildError, EmulatorError, library, source_lines
 from .guards import PAGE, GuardedArena, check_guards, describe_address, guarded, open_pages, reserve_pages
 from .translate import TranslationError
@@ -181,6 +184,11 @@ class EmulatedKernel:
             given = f"dims {tuple(dims)}, strides {tuple(strides)}, box {tuple(box)}, swizzle {swizzle}"
             raise EmulatorError(f"tensor map rejected: {given}")
         return raw.tobytes()
+
+    def encode(self, tensor_map: TensorMap, address: int) -> bytes:
+        """The same for a map of a plan."""
+        m = tensor_map
+        return self.tensor_map(m.element, address, m.sizes, m.strides, m.box, tensormap.SWIZZLE_128B)
 
     def constant(self, name: str) -> int:
         """Value of an `extern "C" __device__ const int` of the source."""

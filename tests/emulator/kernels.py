@@ -126,13 +126,14 @@ class Run:
 
 def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run) -> None:
     """Launch the steps of a plan one after the other."""
-    record = bytes(plan.arguments(planning.pointers_of(arrays)))
+    pointers = planning.pointers_of(arrays)
     for step in plan.steps:
         if not step.blocks:
             continue
         variant = step.variant
         built = kernel(run.text(variant), variant.entry, plan.device.capability, run.sanitize)
         shared_bytes = step.config.shared_bytes(ITEMSIZE[variant.dtype])
+        record = bytes(plan.arguments(pointers, built.encode))[: step.argument_bytes]
         built.launch((step.blocks,), step.config.threads, record, shared_bytes, run.seed)
 
 

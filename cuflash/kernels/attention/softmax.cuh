@@ -27,41 +27,51 @@ template <class Fragment> struct OnlineSoftmax {
   }
 
   // One block of keys: scores -> probabilities relative to m, accumulator brought to the new base.
-  //
-  // m follows the maximum lazily: while no row outgrows its m by more than 2^kSlack, nothing changes base.  Probabilities
-  // then reach at most 2^kSlack, which every element type holds, sums are exact all the same, and the multiplications of
-  // the whole accumulator are rarely needed.
   template <class Accumulator, int kSize>
   __device__ __forceinline__ void step(Real (&s)[Fragment::kSize], Real (&o)[kSize], const Params& p) {
-    Real shift[Fragment::kSlots];
+    Real alpha[Fragment::kSlots];
+    bool subtracted = false;
+    if (rebase(s, alpha, subtracted, p)) rescale<Accumulator>(o, alpha);
+    exponentiate(s, subtracted, p);
+  }
+
+  // The first half of a step: m follows the maximum; tells whether the accumulator must be multiplied by `alpha`.
+  //
+  // It follows lazily: while no row outgrows its m by more than 2^kSlack, nothing changes base.  Probabilities then reach
+  // at most 2^kSlack, which every element type holds, sums are exact all the same, and the multiplications of the whole
+  // accumulator are rarely needed.  Far scores are `subtracted` from here on: what is left is s - m.
+  __device__ __forceinline__ bool rebase(Real (&s)[Fragment::kSize], Real (&alpha)[Fragment::kSlots], bool& subtracted,
+                                         const Params& p) {
+    Real largest[Fragment::kSlots];
 #pragma unroll
-    for (int slot = 0; slot < Fragment::kSlots; ++slot) shift[slot] = m[slot];
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) largest[slot] = m[slot];
 #pragma unroll
-    for (int i = 0; i < Fragment::kSize; ++i) shift[Fragment::slot(i)] = max_of(shift[Fragment::slot(i)], s[i]);
+    for (int i = 0; i < Fragment::kSize; ++i) largest[Fragment::slot(i)] = max_of(largest[Fragment::slot(i)], s[i]);
     bool rare = false;
 #pragma unroll
     for (int slot = 0; slot < Fragment::kSlots; ++slot) {
-      shift[slot] = Fragment::row_max(shift[slot]);
-      rare |= ((shift[slot] - m[slot]) * p.softmax_scale > kSlack) | is_far(m[slot], p);
+      largest[slot] = Fragment::row_max(largest[slot]);
+      rare |= ((largest[slot] - m[slot]) * p.softmax_scale > kSlack) | is_far(m[slot], p);
     }
-    bool subtracted = false;
-    if (Fragment::any(rare)) {
-      Real alpha[Fragment::kSlots];
+    if (!Fragment::any(rare)) return false;
 #pragma unroll
-      for (int slot = 0; slot < Fragment::kSlots; ++slot) {
-        alpha[slot] = shift[slot] == -infinity<Real>() ? Real(1) : exp2_of((m[slot] - shift[slot]) * p.softmax_scale);
-        m[slot] = shift[slot];
-        l[slot] *= alpha[slot];
-        subtracted |= is_far(m[slot], p) & (m[slot] != -infinity<Real>());
-      }
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) o[i] *= alpha[Accumulator::slot(i)];
-      if (subtracted) {
-#pragma unroll
-        for (int i = 0; i < Fragment::kSize; ++i)
-          s[i] -= m[Fragment::slot(i)] == -infinity<Real>() ? Real(0) : m[Fragment::slot(i)];
-      }
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+      alpha[slot] = largest[slot] == -infinity<Real>() ? Real(1) : exp2_of((m[slot] - largest[slot]) * p.softmax_scale);
+      m[slot] = largest[slot];
+      l[slot] *= alpha[slot];
+      subtracted |= is_far(m[slot], p) & (m[slot] != -infinity<Real>());
     }
+    if (subtracted) {
+#pragma unroll
+      for (int i = 0; i < Fragment::kSize; ++i)
+        s[i] -= m[Fragment::slot(i)] == -infinity<Real>() ? Real(0) : m[Fragment::slot(i)];
+    }
+    return true;
+  }
+
+  // The second half: scores -> probabilities, and their sums.
+  __device__ __forceinline__ void exponentiate(Real (&s)[Fragment::kSize], bool subtracted, const Params& p) {
+    Real shift[Fragment::kSlots];
 #pragma unroll
     for (int slot = 0; slot < Fragment::kSlots; ++slot)
       shift[slot] = m[slot] == -infinity<Real>() || subtracted ? Real(0)
@@ -74,6 +84,13 @@ template <class Fragment> struct OnlineSoftmax {
     }
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) l[Fragment::slot(i)] += s[i];
+  }
+
+  // The accumulator at the base that `rebase` moved to.
+  template <class Accumulator, int kSize>
+  static __device__ __forceinline__ void rescale(Real (&o)[kSize], const Real (&alpha)[Fragment::kSlots]) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) o[i] *= alpha[Accumulator::slot(i)];
   }
 
   // After the last block: completes l.

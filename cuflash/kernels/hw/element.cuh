@@ -107,3 +107,9 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
 __device__ __forceinline__ double min_or_nan(double x, double y) { return x > y ? y : x; }
 __device__ __forceinline__ float fma_of(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double fma_of(double a, double b, double c) { return fma(a, b, c); }
+
+// ---- arrays in registers -------------------------------------------------------------------------------------------
+template <int kSize, class T> __device__ __forceinline__ void clear(T (&x)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) x[i] = T(0);
+}

@@ -130,8 +130,3 @@ __device__ __forceinline__ void gemm_columns_columns(float (&c)[Fragment::kSize]
     multiply_step<Along::kColumns, Fragment, Element>(c, a, b_tile, b_column, k);
   }
 }
-
-template <int kSize> __device__ __forceinline__ void clear(float (&c)[kSize]) {
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) c[i] = 0.f;
-}

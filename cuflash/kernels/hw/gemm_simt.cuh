@@ -120,11 +120,6 @@ __device__ __forceinline__ void multiply_atb(T (&c)[F::kSize], const F& f, const
   }
 }
 
-template <int kSize, class T> __device__ __forceinline__ void clear(T (&x)[kSize]) {
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) x[i] = T(0);
-}
-
 // The first kPart elements.
 template <int kPart, int kSize, class T> __device__ __forceinline__ T (&part(T (&x)[kSize])) [kPart] {
   static_assert(kPart <= kSize, "a part");

@@ -1,0 +1,95 @@
+// Tiles that the tensor memory accelerator fills and wgmma reads, and the channels that hand them from warp to warp.
+//
+// A tile is a row of panels, each kRows x 64 elements of 16 bits: rows of 128 bytes whose 16-byte chunks are swizzled by
+// the row modulo 8 (CU_TENSOR_MAP_SWIZZLE_128B).  Columns and rows outside the array arrive as zeros and are not stored.
+#pragma once
+#include "hw/ptx_sm90.cuh"
+
+constexpr int kPanelColumns = 64;
+constexpr int kPanelRowBytes = 128;
+
+__device__ constexpr int panels_of(int columns) { return (columns + kPanelColumns - 1) / kPanelColumns; }
+
+template <int kTileRows, int kColumns> struct PanelTile {
+  static constexpr int kRows = kTileRows;
+  static constexpr int kPanels = panels_of(kColumns);
+  static constexpr u32 kPanelBytes = kRows * kPanelRowBytes;
+  static constexpr u32 kBytes = kPanels * kPanelBytes;
+  alignas(1024) unsigned char data[kBytes];
+
+  __device__ __forceinline__ u32 address() const { return shared_address(data); }
+  // Of the 16-byte chunk that holds a column, a multiple of 8.
+  __device__ __forceinline__ u32 chunk(int row, int column) const {
+    const int panel = column / kPanelColumns, place = column % kPanelColumns / 8;
+    return address() + panel * kPanelBytes + row * kPanelRowBytes + ((place ^ (row & 7)) << 4);
+  }
+};
+
+// Loads a whole tile and announces it on `barrier`; `at` is its corner in the array.
+template <class Tile>
+__device__ __forceinline__ void load_panels(Tile& to, const TensorMap& map, u32 barrier, BoxCorner at,
+                                            CachePolicy policy) {
+  mbarrier_arrive_expect_tx(barrier, Tile::kBytes);
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    cp_async_bulk_tensor_load(to.address() + panel * Tile::kPanelBytes, &map, barrier, at, policy);
+    at.column += kPanelColumns;
+  }
+}
+// Stores kBoxRows rows of a tile from `row` on; the caller commits.
+template <class Tile>
+__device__ __forceinline__ void store_panels(Tile& from, int row, const TensorMap& map, BoxCorner at) {
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    cp_async_bulk_tensor_store(&map, from.address() + panel * Tile::kPanelBytes + row * kPanelRowBytes, at);
+    at.column += kPanelColumns;
+  }
+}
+// Rows of a tile that lie outside `valid` become zeros, written by kThreads threads; the caller fences and synchronises.
+template <int kThreads, class Tile, class Rows>
+__device__ __forceinline__ void clear_rows_outside(Tile& tile, Rows valid, int thread) {
+  constexpr int kChunks = int(Tile::kBytes) / 16 / Tile::kRows;
+  for (int index = thread; index < Tile::kRows * kChunks; index += kThreads) {
+    const int row = index / kChunks;
+    if (row >= valid.begin && row < valid.end) continue;
+    const int panel = index % kChunks / 8, chunk = index % 8;
+    *reinterpret_cast<uint4*>(tile.data + panel * Tile::kPanelBytes + row * kPanelRowBytes + chunk * 16) =
+        make_uint4(0, 0, 0, 0);
+  }
+}
+
+// ---- channels: a ring of slots in shared memory, filled by one thread, emptied by several ------------------------------------
+template <int kSlotCount> struct Channel {
+  static constexpr int kSlots = kSlotCount;
+  u64 full[kSlots], empty[kSlots];
+
+  // By one thread, before a barrier of the block; `readers` arrive when a slot may be filled again.
+  __device__ __forceinline__ void init(int readers) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      mbarrier_init(shared_address(&full[slot]), 1);
+      mbarrier_init(shared_address(&empty[slot]), readers);
+    }
+  }
+};
+
+// One side's place in a channel.  A slot is filled for the first time without waiting.
+template <int kSlots> struct Cursor {
+  int slot = 0;
+  u32 phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+  __device__ __forceinline__ u32 full(Channel<kSlots>& channel) const { return shared_address(&channel.full[slot]); }
+  __device__ __forceinline__ void wait_full(Channel<kSlots>& channel) const { mbarrier_wait(full(channel), phase); }
+  __device__ __forceinline__ void wait_empty(Channel<kSlots>& channel) const {
+    mbarrier_wait(shared_address(&channel.empty[slot]), phase ^ 1);
+  }
+  __device__ __forceinline__ void release(Channel<kSlots>& channel) const {
+    mbarrier_arrive(shared_address(&channel.empty[slot]));
+  }
+};

@@ -1,0 +1,99 @@
+// Products of warpgroups (128 threads) on Hopper's tensor cores, asynchronous: accumulator (+)= A · B, 64 rows of A.
+//
+// Operands lie in panels (hw/copy_tma.cuh); A may also lie in registers, where the accumulator map of two neighbouring 64 x 8
+// blocks is the A map of one 16-wide step, so that an accumulator becomes an operand in place.  Warp w of the group holds rows
+// 16w .. 16w + 15, within which the map is that of mma.m16n8 (hw/fragment.cuh).
+// Invariants: between a product's issue and its wait nobody may touch the registers it uses; `pin` keeps the compiler from
+// moving accesses across those points.
+// Source: PTX ISA, "Asynchronous warpgroup level matrix instructions", "Shared memory matrix descriptor".
+#pragma once
+#include "hw/copy_tma.cuh"
+#include "hw/fragment.cuh"
+#include "wgmma_instructions.cuh"  // generated: Wgmma<columns>
+
+constexpr int kWarpgroupThreads = 128;
+constexpr int kWarpgroupRows = 64;
+
+// ---- descriptors: address, stride between panels (which counts where the contraction runs down the columns), 128-byte swizzle
+__device__ __forceinline__ u64 descriptor(u32 address, u32 panel_bytes) {
+  constexpr u64 kEightRows = 8 * kPanelRowBytes, kSwizzle128 = 1ull << 62;
+  return u64((address & 0x3ffff) >> 4) | u64(panel_bytes >> 4) << 16 | (kEightRows >> 4) << 32 | kSwizzle128;
+}
+constexpr int kStepDepth = 16;  // of one instruction's contraction
+
+// An operand in shared memory, from one of its rows (a multiple of 8) on.
+template <class Tile> __device__ __forceinline__ u64 operand(const Tile& tile, int row = 0) {
+  return descriptor(tile.address() + row * kPanelRowBytes, Tile::kPanelBytes);
+}
+// Distance in descriptor units to a step of the contraction along the rows ...
+template <class Tile> __device__ constexpr u64 along_rows(int step) {
+  constexpr int kSteps = kPanelColumns / kStepDepth;
+  return u64(step / kSteps * (Tile::kPanelBytes >> 4) + step % kSteps * (kStepDepth * 2 >> 4));
+}
+// ... and down the columns.
+__device__ constexpr u64 down_columns(int step) { return u64(step * (kStepDepth * kPanelRowBytes >> 4)); }
+
+// ---- registers ----------------------------------------------------------------------------------------------------------
+template <int kSize> __device__ __forceinline__ void pin(float (&x)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+// A of every step of a contraction, packed from an accumulator.
+template <int kSteps> struct RegisterOperand {
+  u32 step[kSteps][4];
+
+  template <class Element, int kSize> __device__ __forceinline__ void pack(const float (&x)[kSize]) {
+    static_assert(kSize == 8 * kSteps, "an accumulator of 16 columns per step");
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) step[i][j] = packed<Element>(x[8 * i + 2 * j], x[8 * i + 2 * j + 1]);
+  }
+};
+template <int kSteps> __device__ __forceinline__ void pin(RegisterOperand<kSteps>& x) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(x.step[i][j])::"memory");
+}
+
+// ---- products; the caller fences before the first and commits after the last of a group --------------------------------------
+// Both operands with the contraction along their rows: c = A Bᵀ.
+template <int kDepth, class TileA, class TileB, int kSize>
+__device__ __forceinline__ void wgmma_rows_rows(float (&c)[kSize], u64 a, u64 b) {
+#pragma unroll
+  for (int i = 0; i < kDepth / kStepDepth; ++i)
+    Wgmma<2 * kSize>::template multiply<0, 0>(c, a + along_rows<TileA>(i), b + along_rows<TileB>(i), i != 0);
+}
+// A in registers, B with the contraction down its columns: c += A B.
+template <int kSteps, int kSize>
+__device__ __forceinline__ void wgmma_registers_columns(float (&c)[kSize], const RegisterOperand<kSteps>& a, u64 b) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) Wgmma<2 * kSize>::template multiply<1>(c, a.step[i], b + down_columns(i), 1);
+}
+
+// ---- accumulators into tiles ---------------------------------------------------------------------------------------------------
+// This warp's 16 rows, rounded, each element through `value(i)`; `row` is the first of them in the tile.
+template <class Element, int kSize, class Tile, class Value>
+__device__ __forceinline__ void store_accumulator(Tile& to, int row, Value value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < kSize; j += 8)
+    stmatrix_x4(to.chunk(row + lane % 16, 2 * j + lane / 16 * 8), packed<Element>(value(j), value(j + 1)),
+                packed<Element>(value(j + 2), value(j + 3)), packed<Element>(value(j + 4), value(j + 5)),
+                packed<Element>(value(j + 6), value(j + 7)));
+}
+
+// ---- warpgroups taking turns at issuing products, by named barriers kFirst .. kFirst + kGroups - 1 -----------------------------
+template <int kFirst, int kGroups> struct Turns {
+  int group;
+
+  // The last group hands the first turn to group 0.
+  __device__ __forceinline__ void open() const {
+    if (group == kGroups - 1) pass();
+  }
+  __device__ __forceinline__ void take() const { bar_sync(kFirst + group, 2 * kWarpgroupThreads); }
+  __device__ __forceinline__ void pass() const {
+    bar_arrive(kFirst + (group + 1 == kGroups ? 0 : group + 1), 2 * kWarpgroupThreads);
+  }
+};

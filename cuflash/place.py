@@ -1,0 +1,60 @@
+"""Where the arrays of a call lie: strides, alignment, and batch axes merged to the few that kernels walk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cuflash.abi import BATCH_AXES
+from cuflash.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where an array lies: byte strides of (*batch, heads, row, column), 0 where broadcast, and the address modulo 16."""
+
+    strides: tuple[int, ...]
+    itemsize: int
+    misalignment: int
+
+    def aligned(self, to: int, axes: int) -> bool:
+        """Whether rows of `axes` axes can be moved in pieces of `to` bytes."""
+        return (
+            self.misalignment % to == 0
+            and self.strides[axes - 1] == self.itemsize
+            and all(s % to == 0 for s in self.strides[: axes - 1])
+        )
+
+
+def placed(array: Any, shape: tuple[int, ...], address: int) -> Placed:
+    """Place of an array that is broadcast to `shape`."""
+    strides = tuple(
+        0 if n == 1 and full != 1 else s for n, s, full in zip(array.shape, array.strides, shape, strict=True)
+    )
+    return Placed(strides, array.dtype.itemsize, address % 16)
+
+
+def merged_batch(
+    sizes: tuple[int, ...], strides: Mapping[str, tuple[int, ...]]
+) -> tuple[list[int], dict[str, list[int]]]:
+    """Batch axes merged wherever every array allows it, then padded in front to `BATCH_AXES`."""
+    merged_sizes: list[int] = []
+    merged: dict[str, list[int]] = {name: [] for name in strides}
+    for axis, size in enumerate(sizes):
+        if size == 1:
+            continue
+        if merged_sizes and all(merged[n][-1] == strides[n][axis] * size for n in strides):
+            merged_sizes[-1] *= size
+            for n in strides:
+                merged[n][-1] = strides[n][axis]
+        else:
+            merged_sizes.append(size)
+            for n in strides:
+                merged[n].append(strides[n][axis])
+    missing = BATCH_AXES - len(merged_sizes)
+    if missing < 0:
+        raise UnsupportedError(
+            f"batch axes {sizes} of these strides cannot be merged to {BATCH_AXES}; make the arrays contiguous"
+        )
+    return [1] * missing + merged_sizes, {n: [0] * missing + s for n, s in merged.items()}

@@ -1,0 +1,142 @@
+"""Host side of forward_wgmma.cu: Hopper's warpgroup products, fed through tensor maps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cuflash import tensormap, tuning
+from cuflash.errors import UnsupportedError
+from cuflash.place import Placed
+from cuflash.problem import Problem
+from cuflash.schedules.base import padded, tiles
+from cuflash.tensormap import PANEL_COLUMNS
+
+if TYPE_CHECKING:
+    from cuflash.backends import Device
+
+STEP = 16  # depth of one wgmma
+GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
+MAX_HEAD_DIM = 256
+CACHED_BYTES = 32 << 20  # keys and values that should stay in the second-level cache
+FULL_SECTION = 16  # heads at once without a causal mask: more pay only for balance
+
+#: registers per thread of the producer and of each consumer, by consumers: together at most what the launch reserves
+#: (65536 / threads, rounded down to a multiple of 8, for each thread; PTX ISA, "setmaxnreg")
+REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
+
+
+def panel_bytes(rows: int, columns: int) -> int:
+    """A PanelTile of hw/copy_tma.cuh."""
+    return tiles(columns, PANEL_COLUMNS) * rows * 128
+
+
+def channel_bytes(slots: int) -> int:
+    """A Channel of hw/copy_tma.cuh."""
+    return 2 * 8 * slots
+
+
+@dataclass(frozen=True)
+class ForwardWgmma:
+    """Constants of forward_wgmma.cu; head sizes are padded to a multiple of 16, in memory to whole panels."""
+
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    stages: int
+    query_stages: int
+    separate_out: bool
+    continuous: bool
+    takes_turns: bool
+    producer_registers: int
+    consumer_registers: int
+
+    #: blocks stay and take tile after tile, so there are no more of them than the device holds at once
+    persistent = True
+    #: copies go through tensor maps or not at all
+    aligned = True
+
+    @property
+    def threads(self) -> int:
+        return GROUP_THREADS * (self.block_q // GROUP_ROWS + 1)
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """Columns of its wgmma instructions."""
+        return self.block_k, self.head_dim_v
+
+    @property
+    def box_rows(self) -> Mapping[str, int]:
+        """Rows of a copy, by array."""
+        return {"q": self.block_q, "k": self.block_k, "v": self.block_k, "out": GROUP_ROWS}
+
+    def shared_bytes(self, itemsize: int) -> int:
+        queries = self.query_stages * panel_bytes(self.block_q, self.head_dim)
+        keys = self.stages * (panel_bytes(self.block_k, self.head_dim) + panel_bytes(self.block_k, self.head_dim_v))
+        out = panel_bytes(self.block_q, self.head_dim_v) if self.separate_out else 16
+        channels = channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + 4 * self.query_stages
+        return padded(queries + keys + out + channels, 1024)
+
+    def blocks(self, problem: Problem) -> int:
+        """Tiles of queries."""
+        return tiles(problem.seq_q, self.block_q) * problem.heads_q * problem.batch_size
+
+    def section(self, problem: Problem) -> int:
+        """Query heads worked on at once, so that their keys and values stay in the cache; a power of two."""
+        widths = padded(problem.head_dim, STEP) + padded(problem.head_dim_v, STEP)
+        fitting = max(1, CACHED_BYTES // (problem.seq_k * widths * 2)) * problem.group
+        section = 1 << (fitting.bit_length() - 1)
+        if problem.modifier("causal") is None:
+            section = min(section, FULL_SECTION)
+        return max(1, min(section, problem.batch_size * problem.heads_q))
+
+
+MIN_COMPILER = 1209  # older ones refuse a second -arch, which CuPy cannot be kept from giving
+
+
+def refusal(problem: Problem, device: Device, at: Mapping[str, Placed]) -> str | None:
+    """Why these kernels do not take the problem with arrays at these places, or None."""
+    if 0 < device.compiler < MIN_COMPILER:
+        return f"NVRTC {device.compiler // 100}.{device.compiler % 100} is older than 12.9"
+    if not problem.seq_k:
+        return "there are no keys to load"
+    try:
+        for name in at:
+            if name in tensormap.ARRAYS:
+                tensormap.describe(name, problem, at[name], 1)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
+    """The first tile of the table that takes the head sizes and fits."""
+    head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
+    for tile in tuning.FORWARD_WGMMA:
+        if max(head_dim, head_dim_v) > tile.max_head_dim or problem.seq_q > tile.max_seq_q:
+            continue
+        groups = tile.block_q // GROUP_ROWS
+        producer, consumer = REGISTERS[groups]
+        config = ForwardWgmma(
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            block_q=tile.block_q,
+            block_k=tile.block_k,
+            stages=tile.stages,
+            query_stages=tile.query_stages,
+            separate_out=tile.query_stages > 1,
+            continuous=tile.continuous,
+            takes_turns=tile.takes_turns,
+            producer_registers=producer,
+            consumer_registers=consumer,
+        )
+        if not config.separate_out and tiles(head_dim_v, PANEL_COLUMNS) > tiles(head_dim, PANEL_COLUMNS):
+            continue
+        if config.shared_bytes(2) <= shared_limit:
+            return config
+    raise UnsupportedError(
+        f"head_dim {problem.head_dim} with head_dim_v {problem.head_dim_v}: no tile of the forward by wgmma fits the "
+        f"{shared_limit} bytes of shared memory of a block; backend='mma' takes it"
+    )

@@ -1,0 +1,95 @@
+"""Descriptors of arrays for Hopper's tensor memory accelerator (TMA): what they say, and the driver's encoding.
+
+A map describes a 4-dimensional array (column, row, head, batch entry) of 16-bit elements, walked in boxes of 64 columns:
+128 bytes, which is also the swizzle span (kernels/hw/copy_tma.cuh).  Source: CUDA driver API, "Tensor Map Object Management".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+from cuflash.abi import MAP_ALIGNMENT, MAP_BYTES
+from cuflash.errors import UnsupportedError
+from cuflash.place import Placed, merged_batch
+from cuflash.problem import Problem
+
+PANEL_COLUMNS = 64
+ELEMENTS = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+SWIZZLE_128B, PROMOTION_L2_128B = 3, 2
+MAX_STRIDE = 1 << 40
+ARRAYS = ("q", "k", "v", "out", "dout", "dk", "dv")  # those that kernels reach through maps
+_VALUE_WIDE = ("v", "out", "dout", "dv")  # arrays of head_dim_v columns
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A map without its address."""
+
+    array: str  # field name of the array
+    element: int
+    sizes: tuple[int, int, int, int]  # columns, rows, heads, batch entries
+    strides: tuple[int, int, int]  # bytes between rows, heads, batch entries
+    box_rows: int
+
+    @property
+    def box(self) -> tuple[int, int, int, int]:
+        """Elements of one copy along each axis."""
+        return PANEL_COLUMNS, self.box_rows, 1, 1
+
+
+def describe(name: str, problem: Problem, place: Placed, box_rows: int) -> TensorMap:
+    """The map of an array of a call; UnsupportedError where it has none."""
+    width = problem.head_dim_v if name in _VALUE_WIDE else problem.head_dim
+    rows, heads = (
+        (problem.seq_k, problem.heads_k) if name.removeprefix("d") in ("k", "v") else (problem.seq_q, problem.heads_q)
+    )
+    axes = len(problem.batch)
+    batch_sizes, batch_strides = merged_batch(problem.batch, {name: place.strides[:axes]})
+    if any(size > 1 for size in batch_sizes[:-1]):
+        raise UnsupportedError(f"the batch axes {problem.batch} of {name} cannot be merged into one")
+    if not place.aligned(16, axes + 3):
+        raise UnsupportedError(f"rows of {name} are not contiguous, or do not start at multiples of 16 bytes")
+    head_stride, row_stride = place.strides[axes : axes + 2]
+    sizes = (width, rows, heads, batch_sizes[-1])
+    strides = (row_stride, head_stride, batch_strides[name][-1])
+    for axis, size, stride in zip(("seq", "heads", "batch"), sizes[1:], strides, strict=True):
+        if size > 1 and not 0 < stride < MAX_STRIDE:
+            raise UnsupportedError(
+                f"{name} has a stride of {stride} bytes along its {axis} axis; TMA takes positive ones below 2^40"
+            )
+    used = tuple(s if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
+    return TensorMap(name, ELEMENTS[problem.dtype], sizes, (used[0], used[1], used[2]), box_rows)
+
+
+@functools.lru_cache(maxsize=8192)
+def encode(tensor_map: TensorMap, address: int) -> bytes:
+    """The 128 bytes of a map, by the driver; a CUDA context must be current."""
+    memory = (ctypes.c_uint64 * (2 * MAP_BYTES // 8))()
+    at = -(-ctypes.addressof(memory) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+    long, word, rank = ctypes.c_uint64, ctypes.c_uint32, len(tensor_map.sizes)
+    code = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at),
+        ctypes.c_int(tensor_map.element),
+        word(rank),
+        ctypes.c_void_p(address),
+        (long * rank)(*tensor_map.sizes),
+        (long * (rank - 1))(*tensor_map.strides),
+        (word * rank)(*tensor_map.box),
+        (word * rank)(*(1,) * rank),
+        *map(ctypes.c_int, (0, SWIZZLE_128B, PROMOTION_L2_128B, 0)),
+    )
+    if code:
+        raise UnsupportedError(
+            f"the driver refuses a tensor map of {tensor_map} at address {address:#x} (cuTensorMapEncodeTiled: {code}); "
+            "ask for backend='mma'"
+        )
+    return ctypes.string_at(at, MAP_BYTES)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuTensorMapEncodeTiled.restype = ctypes.c_int
+    return library
