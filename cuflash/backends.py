@@ -84,7 +84,6 @@ class Backend:
     deterministic_backward: bool
     schedule: ModuleType
     last_capability: int = 1 << 30
-    has_backward: bool = True
     on_request: bool = False  # only taken when asked for by name
 
     def refusal(
@@ -101,15 +100,13 @@ class Backend:
             )
         if device.capability > self.last_capability:
             return f"its instructions exist on compute capability {self.last_capability / 10:.1f} only"
-        if backward and not self.has_backward:
-            return "it has no backward yet"
         for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if size > self.max_head_dim:
                 return f"{name} {size} is above {self.max_head_dim}; the numpy backend has no limit"
         if deterministic and not self.deterministic_backward:
             return "deterministic=True is not offered in its backward: dq is summed by atomics"
         refuse = getattr(self.schedule, "refusal", None)
-        return refuse(problem, device, at) if refuse else None
+        return refuse(problem, device, at, backward) if refuse else None
 
 
 BACKENDS = (
@@ -121,7 +118,6 @@ BACKENDS = (
         False,
         wgmma,
         last_capability=90,
-        has_backward=False,
         on_request=True,
     ),
     Backend("mma", "tensor cores by mma.sync", {"float16": 75, "bfloat16": 80}, 512, False, mma),

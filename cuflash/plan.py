@@ -88,7 +88,7 @@ def plan_forward(
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v"))
     config = backend.schedule.forward(problem, device.shared_limit, aligned)
     names = chain_names(problem)
-    variant = Variant(f"forward_{backend.name}", problem.dtype, names, config)
+    variant = Variant(config.kernel, problem.dtype, names, config)
     steps = checked(Step(variant, grid(config, problem, device)))
     values = {**common_values(problem), "out_vectors": vectors(at["out"], axes)}
     if variant.maps:
@@ -129,18 +129,19 @@ def plan_backward(
     convert = backend.schedule.convert(main)
     names = chain_names(problem)
     steps = checked(
-        Step(Variant("backward_delta", problem.dtype, names, delta), delta.blocks(problem)),
-        Step(Variant(f"backward_{backend.name}", problem.dtype, names, main), main.blocks(problem)),
-        Step(Variant(f"backward_convert_{backend.name}", problem.dtype, names, convert), convert.blocks(problem)),
+        Step(Variant(delta.kernel, problem.dtype, names, delta), delta.blocks(problem)),
+        Step(Variant(main.kernel, problem.dtype, names, main), main.blocks(problem)),
+        Step(Variant(convert.kernel, problem.dtype, names, convert), convert.blocks(problem)),
     )
+    maps = steps[1].variant.maps
     padded = delta.rows_padded(problem)
     values = {
         **common_values(problem),
         "rows_padded": padded,
-        "dq_width": main.head_dim,
+        "dq_width": main.dq_width,
         **{f"{name}_vectors": vectors(at[name], axes) for name in ("dq", "dk", "dv")},
     }
-    template, offsets = pack("backward", problem, at, values)
+    template, offsets = pack("backward", problem, at, values, maps)
     lines = problem.batch_size * problem.heads_q * padded
     real = np.dtype(problem.accumulator).itemsize
     return Plan(
@@ -151,8 +152,9 @@ def plan_backward(
         steps,
         template,
         offsets,
+        tensor_maps(steps[1].variant, problem, at),
         statistics_bytes=2 * real * lines,
-        dq_sum_bytes=real * lines * main.head_dim,
+        dq_sum_bytes=real * lines * main.dq_width,
     )
 
 

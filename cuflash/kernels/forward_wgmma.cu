@@ -147,9 +147,9 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
 
 // One warpgroup.
 __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, int group) {
-  const int thread = int(threadIdx.x) % kWarpgroupThreads, row = group * kWarpgroupRows + thread / 32 * 16;
+  const int thread = int(threadIdx.x % kWarpgroupThreads), row = group * kWarpgroupRows + thread / 32 * 16;
   const bool elected = thread == 0;
-  const ScoreFragment s_at(row, 0);
+  const ScoreFragment s_at(row, 0, threadIdx.x);
   const Turns<kTurnBarrier, kGroups> turns{group};
   const u64 q_operand = operand(shared.q[0], group * kWarpgroupRows), k_operand = operand(shared.k[0]),
             v_operand = operand(shared.v[0]);
@@ -341,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     prefetch_tensormap(&p.out_map);
   }
   __syncthreads();
-  const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupThreads, 0);
+  const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x == 0) produce(p, shared);

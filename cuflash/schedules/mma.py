@@ -22,6 +22,8 @@ def tile_bytes(rows: int, columns: int, itemsize: int) -> int:
 class ForwardMma:
     """Constants of forward_mma.cu; head sizes are padded to a multiple of 16."""
 
+    kernel = "forward_mma"
+
     head_dim: int
     head_dim_v: int
     chunk: int  # value columns of a block
@@ -53,6 +55,8 @@ class ForwardMma:
 class BackwardMma:
     """Constants of backward_mma.cu; a warp owns block_k / warps keys, and a part of dQ's rows and columns."""
 
+    kernel = "backward_mma"
+
     head_dim: int
     head_dim_v: int
     chunk: int  # columns of dK and dQ of a block
@@ -72,6 +76,11 @@ class BackwardMma:
     def threads(self) -> int:
         return 32 * self.warps
 
+    @property
+    def dq_width(self) -> int:
+        """Columns of the sums of dq."""
+        return self.head_dim
+
     def shared_bytes(self, itemsize: int) -> int:
         keys = tile_bytes(self.block_k, self.head_dim, itemsize) + tile_bytes(self.block_k, self.head_dim_v, itemsize)
         queries = tile_bytes(self.block_q, self.head_dim, itemsize) + 2 * 4 * self.block_q
@@ -88,7 +97,9 @@ class BackwardMma:
 
 @dataclass(frozen=True)
 class BackwardConvert:
-    """Constants of backward_convert.cu: those of the main kernel that say how its sums lie in memory."""
+    """Constants of backward_convert_mma.cu: those of the main kernel that say how its sums lie in memory."""
+
+    kernel = "backward_convert_mma"
 
     head_dim: int
     head_dim_v: int

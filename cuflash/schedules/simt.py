@@ -55,6 +55,8 @@ def pair_pitch(length: int) -> int:
 class ForwardSimt:
     """Constants of forward_simt.cu; a warp owns ``lane_rows * thread_rows`` queries."""
 
+    kernel = "forward_simt"
+
     head_dim: int  # padded to a multiple of 8
     head_dim_v: int  # padded to a multiple of 2 columns for each column of lanes
     block_k: int
@@ -95,6 +97,8 @@ class BackwardSimt:
     ``*_lane_rows`` count the rows of each.
     """
 
+    kernel = "backward_simt"
+
     head_dim: int  # padded to a multiple of 2 columns for each column of lanes, of keys and of queries
     head_dim_v: int
     block_q: int
@@ -112,6 +116,11 @@ class BackwardSimt:
     @property
     def threads(self) -> int:
         return 32 * self.warps
+
+    @property
+    def dq_width(self) -> int:
+        """Columns of the sums of dq."""
+        return self.head_dim
 
     def shared_bytes(self, itemsize: int) -> int:
         pitches = odd_pitch(self.head_dim, itemsize) + odd_pitch(self.head_dim_v, itemsize)
