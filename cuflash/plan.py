@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +26,7 @@ from cuflash.variant import ITEMSIZE, Variant
 
 LOG2_E = 1.4426950408889634
 MAX_BLOCKS = (1 << 31) - 1  # of grid.x
+MAX_ENCODED = 1024  # tensor maps that a plan keeps; memory pools give the same addresses again and again
 _POINTER = struct.Struct("=Q")
 
 
@@ -62,6 +63,7 @@ class Plan:
     maps: tuple[TensorMap, ...] = ()
     statistics_bytes: int = 0
     dq_sum_bytes: int = 0
+    encoded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # tensor maps by array and address
 
     def arguments(
         self, pointers: Mapping[str, int], encode: Callable[[TensorMap, int], bytes] = tensormap.encode
@@ -71,8 +73,14 @@ class Plan:
         for name, address in pointers.items():
             _POINTER.pack_into(record, self.offsets[name], address)
         for tensor_map in self.maps:
+            key = (tensor_map.array, pointers[tensor_map.array])
+            encoded = self.encoded.get(key)
+            if encoded is None:
+                if len(self.encoded) >= MAX_ENCODED:
+                    self.encoded.clear()
+                encoded = self.encoded[key] = encode(tensor_map, key[1])
             at = self.offsets[f"{tensor_map.array}_map"]
-            record[at : at + abi.MAP_BYTES] = encode(tensor_map, pointers[tensor_map.array])
+            record[at : at + abi.MAP_BYTES] = encoded
         return record
 
 
