@@ -50,6 +50,8 @@ _GRADIENTS: Fields = (
     ("int", "dk_vectors"),
     ("int", "dv_vectors"),
 )
+#: behind all others, whose offsets it leaves alone; null unless dq is summed in turns
+_TURNS: Fields = (("Pointer", "turns"),)
 _C_TYPES = {"View": "View", "Pointer": "void*", "int": "int", "Real": "Real"}
 
 
@@ -61,7 +63,7 @@ def fields(direction: str, modifiers: tuple[str, ...]) -> Fields:
         table += REGISTRY[name].fields
         if direction == "backward":
             table += tuple(("View", f"d{operand}") for operand in REGISTRY[name].differentiable)
-    return table
+    return table + (_TURNS if direction == "backward" else ())
 
 
 @cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from cuflash import abi
 from cuflash.backends import Device, select
 from cuflash.errors import UnsupportedError
+from cuflash.gradients import differentiable_operands
 from cuflash.modifiers import REGISTRY, Scaled
 from cuflash.problem import Call, Problem
 from cuflash.schedules import rows
@@ -77,6 +78,12 @@ class Plan:
     offsets: Mapping[str, int]  # of the pointers, by field name
     statistics_bytes: int = 0
     dq_sum_bytes: int = 0
+    turns_bytes: int = 0
+
+    def workspace(self) -> dict[str, int]:
+        """Bytes by field name, without those that are not needed."""
+        needed = {"statistics": self.statistics_bytes, "dq_sum": self.dq_sum_bytes, "turns": self.turns_bytes}
+        return {name: size for name, size in needed.items() if size}
 
     def arguments(self, pointers: Mapping[str, int]) -> bytearray:
         """The argument record with these addresses; those not named are null."""
@@ -115,12 +122,21 @@ def plan_backward(
     """Plan of the backward: statistics, the main kernel, and where sums need it their conversion."""
     at = dict(places)
     backend, reasons = select(problem, device, requested=requested, deterministic=deterministic)
+    if deterministic:
+        check_single_terms(problem, at)
     axes = len(problem.out_shape)
     itemsize = ITEMSIZE[problem.dtype]
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v", "dout"))
     main = backend.schedule.backward(problem, device.shared_limit, aligned)
     delta_aligned = all(at[name].aligned(16, axes) for name in ("out", "dout"))
     delta = rows.delta(problem, itemsize, main.block_q, delta_aligned)
+    padded = delta.rows_padded(problem)
+    lines = problem.batch_size * problem.heads_q * padded
+    counters = 0
+    if deterministic and lines:  # without a query nothing is summed
+        main = replace(main, deterministic=True)
+        delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks)
+        counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
     convert = backend.schedule.convert(main)
     names = chain_names(problem)
     steps = checked(
@@ -128,7 +144,6 @@ def plan_backward(
         Step(Variant(f"backward_{backend.name}", problem.dtype, names, main), main.blocks(problem)),
         Step(Variant(f"backward_convert_{backend.name}", problem.dtype, names, convert), convert.blocks(problem)),
     )
-    padded = delta.rows_padded(problem)
     values = {
         **common_values(problem),
         "rows_padded": padded,
@@ -136,7 +151,6 @@ def plan_backward(
         **{f"{name}_vectors": vectors(at[name], axes) for name in ("dq", "dk", "dv")},
     }
     template, offsets = pack("backward", problem, at, values)
-    lines = problem.batch_size * problem.heads_q * padded
     real = np.dtype(problem.accumulator).itemsize
     return Plan(
         problem,
@@ -148,7 +162,21 @@ def plan_backward(
         offsets,
         statistics_bytes=2 * real * lines,
         dq_sum_bytes=real * lines * main.head_dim,
+        turns_bytes=4 * counters,
     )
+
+
+def check_single_terms(problem: Problem, at: Mapping[str, Placed]) -> None:
+    """Raise if a gradient of an operand is a sum over elements of the scores: their order is that in which blocks arrive."""
+    for name in differentiable_operands(problem.modifiers):
+        sizes = zip(problem.score_shape, at[f"d{name}"].strides, strict=True)
+        shape = tuple(1 if n > 1 and stride == 0 else n for n, stride in sizes)
+        if shape != problem.score_shape and all(problem.score_shape):
+            raise UnsupportedError(
+                f"deterministic=True with a {name} of shape {shape}: its gradient sums scores of shape "
+                f"{problem.score_shape} in the order in which blocks arrive; pass {name} as an array of that shape, where "
+                f"each element of d{name} is one term, and sum d{name} yourself, or use backend='numpy' on the host"
+            )
 
 
 def chain_names(problem: Problem) -> tuple[str, ...]:

@@ -67,10 +67,15 @@ class BackwardMma:
     blocks_per_sm: int
     aligned: bool
     exact: bool  # the head sizes are the padded ones
+    deterministic: bool = False  # blocks add to dq in turns
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
+
+    @property
+    def dq_chunks(self) -> int:
+        return self.head_dim // self.chunk
 
     def shared_bytes(self, itemsize: int) -> int:
         keys = tile_bytes(self.block_k, self.head_dim, itemsize) + tile_bytes(self.block_k, self.head_dim_v, itemsize)

@@ -108,10 +108,15 @@ class BackwardSimt:
     query_lane_rows: int
     blocks_per_sm: int
     aligned: bool
+    deterministic: bool = False  # blocks add to dq in turns
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
+
+    @property
+    def dq_chunks(self) -> int:
+        return 1
 
     def shared_bytes(self, itemsize: int) -> int:
         pitches = odd_pitch(self.head_dim, itemsize) + odd_pitch(self.head_dim_v, itemsize)

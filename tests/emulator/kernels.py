@@ -120,6 +120,7 @@ class Run:
     seed: int = 0
     sanitize: bool = False
     requested: str | None = None
+    deterministic: bool = False
     place: Place = contiguous
     text: Callable[[Variant], str] = source.build
 
@@ -208,11 +209,8 @@ def backward(
     sums = {f"d{name}": memory.sums(call.operands[name].shape, problem.accumulator, f"d{name}") for name in names}
     arrays = planning.backward_arrays(call, **given, **gradients, **sums)
     places = planning.places_of(problem, arrays)
-    plan = planning.plan_backward.__wrapped__(problem, device, places, False, run.requested)
-    workspace = {
-        "statistics": memory.like(poison((plan.statistics_bytes,), np.uint8), "statistics")[0],
-        "dq_sum": memory.like(poison((plan.dq_sum_bytes,), np.uint8), "dq_sum")[0],
-    }
+    plan = planning.plan_backward.__wrapped__(problem, device, places, run.deterministic, run.requested)
+    workspace = {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}
     execute(plan, {**arrays, **workspace}, run)
     memory.check()
     operands = [x.astype(call.operands[name[1:]].dtype) for name, x in sums.items()]
