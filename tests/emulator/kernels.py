@@ -121,6 +121,7 @@ class Run:
     sanitize: bool = False
     requested: str | None = None
     deterministic: bool = False
+    residents: int = 1
     place: Place = contiguous
     text: Callable[[Variant], str] = source.build
 
@@ -134,7 +135,7 @@ def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run) -> None:
         variant = step.variant
         built = kernel(run.text(variant), variant.entry, plan.device.capability, run.sanitize)
         shared_bytes = step.config.shared_bytes(ITEMSIZE[variant.dtype])
-        built.launch((step.blocks,), step.config.threads, record, shared_bytes, run.seed)
+        built.launch((step.blocks,), step.config.threads, record, shared_bytes, run.seed, residents=run.residents)
 
 
 def guarded_call(call: Call, memory: Memory) -> Call:
