@@ -115,7 +115,10 @@ def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Run:
-    """How to run: schedule seed, undefined-behaviour checks, where outputs lie, and the text of a variant."""
+    """How to run: schedule seed, undefined-behaviour checks, blocks at once, where outputs lie, the text of a variant.
+
+    `watch` is given the arrays of a backward by field name when it has run, its workspace among them.
+    """
 
     seed: int = 0
     sanitize: bool = False
@@ -124,6 +127,7 @@ class Run:
     residents: int = 1
     place: Place = contiguous
     text: Callable[[Variant], str] = source.build
+    watch: Callable[[Mapping[str, np.ndarray]], None] | None = None
 
 
 def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run) -> None:
@@ -214,6 +218,8 @@ def backward(
     workspace = {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}
     execute(plan, {**arrays, **workspace}, run)
     memory.check()
+    if run.watch is not None:
+        run.watch({**arrays, **workspace})
     operands = [x.astype(call.operands[name[1:]].dtype) for name, x in sums.items()]
     return gradients_type(names)(*(x.copy() for x in gradients.values()), *operands)
 
