@@ -17,7 +17,7 @@
 
 constexpr int kHalf = Config::kWarps / 2;
 static_assert(Config::kWarps % 2 == 0, "two halves");
-enum { kBothHalves = 1, kScoreHalf = 2 };  // barriers
+enum { kScoreHalf = 1 };  // a barrier; all threads of the block meet at barrier 0
 
 // kWarps warps over a tile: side by side, kWarpRows above each other, each a grid of lanes.
 template <int kWarps, int kWarpRows, int kLaneRows> struct Layout {
@@ -122,15 +122,16 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     wait_for_copies();
     __syncthreads();  // this tile has arrived; the previous dS is no longer read
 
+    // What the score half carries over the barrier at which the halves meet; in the other half `s` is dP.
+    RowStatistics statistics[ScoreFragment::kSlots];
+    ScoreSlopes<ScoreFragment> slopes;
+    Real s[ScoreFragment::kSize];
+    clear(s);
     if (has_scores) {
-      RowStatistics statistics[ScoreFragment::kSlots];
 #pragma unroll
       for (int slot = 0; slot < ScoreFragment::kSlots; ++slot)
         statistics[slot] = static_cast<const RowStatistics*>(p.statistics)[line + s_at.row(slot)];
-      Real s[ScoreFragment::kSize];
-      clear(s);
       multiply_abt<ScoreFragment, Config::kHeadDim, kPitch, kPitch>(s, s_at, shared.q.data, shared.k.data);
-      ScoreSlopes<ScoreFragment> slopes;
       scores_of<true>(
           s, slopes, s_at, p, place, corner,
           tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {corner.k, corner.k + Config::kBlockK}));
@@ -138,8 +139,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       for (int i = 0; i < ScoreFragment::kSize; ++i)
         s[i] = probability(s[i], statistics[ScoreFragment::slot(i)].shift, p);
       store_tile<ScoreFragment, kPitchScore>(s, s_at, shared.p.data);
-      meet<kBothHalves, Config::kThreads>();  // P and dP are complete
+    } else {
+      multiply_abt<ScoreFragment, Config::kHeadDimV, kPitchV, kPitchV>(s, s_at, shared.dout.data, shared.v.data);
+      store_tile<ScoreFragment, kPitchScore>(s, s_at, shared.ds.data);
+    }
+    __syncthreads();  // P and dP are complete
 
+    if (has_scores) {
       Real dp[ScoreFragment::kSize];
       load_tile<ScoreFragment, kPitchScore>(dp, s_at, shared.ds.data);
 #pragma unroll
@@ -153,11 +159,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       multiply_atb<KeyFragment, Config::kBlockQ, kPitchScore, kPitch>(part<KeyFragment::kSize>(sums), dk_at,
                                                                       shared.ds.data, shared.q.data);
     } else {
-      Real dp[ScoreFragment::kSize];
-      clear(dp);
-      multiply_abt<ScoreFragment, Config::kHeadDimV, kPitchV, kPitchV>(dp, s_at, shared.dout.data, shared.v.data);
-      store_tile<ScoreFragment, kPitchScore>(dp, s_at, shared.ds.data);
-      meet<kBothHalves, Config::kThreads>();  // P and dP are complete
       multiply_atb<ValueFragment, Config::kBlockQ, kPitchScore, kPitchV>(part<ValueFragment::kSize>(sums), dv_at,
                                                                          shared.p.data, shared.dout.data);
     }
