@@ -104,7 +104,7 @@ class Backend:
             if size > self.max_head_dim:
                 return f"{name} {size} is above {self.max_head_dim}; the numpy backend has no limit"
         if deterministic and not self.deterministic_backward:
-            return "deterministic=True is not offered in its backward: dq is summed by atomics"
+            return "deterministic=True is not offered in its backward"
         refuse = getattr(self.schedule, "refusal", None)
         return refuse(problem, device, at, backward) if refuse else None
 
@@ -120,8 +120,8 @@ BACKENDS = (
         last_capability=90,
         on_request=True,
     ),
-    Backend("mma", "tensor cores by mma.sync", {"float16": 75, "bfloat16": 80}, 512, False, mma),
-    Backend("simt", "plain FMA units, true float32 and float64", {"float32": 75, "float64": 75}, 512, False, simt),
+    Backend("mma", "tensor cores by mma.sync", {"float16": 75, "bfloat16": 80}, 512, True, mma),
+    Backend("simt", "plain FMA units, true float32 and float64", {"float32": 75, "float64": 75}, 512, True, simt),
 )
 NUMPY_REASON = "the arrays are on a GPU; it takes arrays on the host"
 

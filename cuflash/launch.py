@@ -170,10 +170,7 @@ def backward(
             arrays = in_one_batch(problem, arrays)
         places = places_of(problem, arrays)
         plan = plan_backward(problem, device(call.q.data.device_id), places, bool(deterministic), requested)
-        workspace = {
-            "statistics": cupy.empty(plan.statistics_bytes, cupy.uint8),
-            "dq_sum": cupy.empty(plan.dq_sum_bytes, cupy.uint8),
-        }
+        workspace = {name: cupy.empty(size, cupy.uint8) for name, size in plan.workspace().items()}
         run(plan, pointers_of({**arrays, **workspace}))
         summed = [sum_to(arrays[f"d{n}"], call.operands[n].shape).astype(problem.dtype, copy=False) for n in operands]
     return gradients_type(operands)(*(arrays[name] for name in gradients), *summed)

@@ -148,10 +148,15 @@ def support() -> str:
         lines.append((GPUS.get(capability, "-"), f"sm_{capability}", *cells))
     lines.append(("none", "host", *["`numpy`"] * len(DTYPES)))
     differences = [
-        (f"`{b.name}`", b.summary, f"{b.max_head_dim}", "yes" if b.deterministic_backward else "no")
+        (
+            f"`{b.name}`",
+            b.summary,
+            f"{b.max_head_dim}",
+            "with `deterministic=True`" if b.deterministic_backward else "no",
+        )
         for b in backends.BACKENDS
     ]
-    differences.append(("`numpy`", "tiles in NumPy", "any", "yes"))
+    differences.append(("`numpy`", "tiles in NumPy", "any", "always"))
     header = ("backend", "what it is", "largest head size", "backward repeats bit for bit")
     return "\n\n".join(
         [markdown(("GPU", "architecture", *DTYPES), lines, left=6), markdown(header, differences, left=4)]

@@ -42,6 +42,7 @@ def entries() -> Iterator[Entry]:
             if not (dtype == "bfloat16" and arch < 80):
                 yield Entry(arch, dtype, *sizes, option, aligned)
                 yield Entry(arch, dtype, *sizes, option, aligned, seq_q=1)
+                yield Entry(arch, dtype, *sizes, option, aligned, deterministic=True)
         return
     for (arch, dtype), sizes in product(((90, "bfloat16"), (75, "float16")), HEAD_SIZES):
         for option in ("plain", "causal", "everything"):
@@ -64,6 +65,14 @@ def entries() -> Iterator[Entry]:
         yield Entry(arch, "bfloat16", *sizes, "everything")
     for arch, dtype in product((80, 86, 89, 100, 120), ("float32", "float64")):
         yield Entry(arch, dtype, 128, 128, "everything")
+    for (arch, dtype), sizes, option in product(
+        ((90, "bfloat16"), (80, "float16"), (75, "float16")), HEAD_SIZES, ("plain", "causal", "everything")
+    ):
+        yield Entry(arch, dtype, *sizes, option, deterministic=True)
+    for arch, dtype, size, option in product(
+        (75, 90), ("float32", "float64"), (40, 64, 128, 256), ("plain", "everything")
+    ):
+        yield Entry(arch, dtype, size, size, option, deterministic=True)
 
 
 def matrix() -> list:
@@ -72,7 +81,8 @@ def matrix() -> list:
     for entry in entries():
         try:
             for variant in entry.variants():
-                if variant.kernel.startswith(("backward_delta", "backward_convert")) and not FULL:
+                plain = variant.kernel.startswith(("backward_delta", "backward_convert"))
+                if plain and not getattr(variant.config, "turns", 0) and not FULL:
                     variant = replace(variant, modifiers=())  # these kernels look at no score
                 found.setdefault((entry.arch, variant), entry)
         except UnsupportedError:  # test_heads_that_no_tile_fits knows them

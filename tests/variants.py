@@ -39,6 +39,7 @@ class Entry:
     options: str = "plain"
     aligned: bool = True
     seq_q: int = LENGTH
+    deterministic: bool = False
 
     def variants(self) -> Iterator[Variant]:
         """The kernels of its forward and backward."""
@@ -60,7 +61,7 @@ class Entry:
         backward = plan.backward_arrays(call, out=out, lse=lse, dout=out, dq=q, dk=k, dv=v, **sums)
         for step in (
             *plan.plan_forward(problem, device, plan.places_of(problem, forward)).steps,
-            *plan.plan_backward(problem, device, plan.places_of(problem, backward)).steps,
+            *plan.plan_backward(problem, device, plan.places_of(problem, backward), self.deterministic).steps,
         ):
             yield step.variant
 
@@ -83,7 +84,7 @@ def options(name: str, dtype: np.dtype, seq_q: int) -> dict:
         "causal": {"causal": True},
         "window": {"window": (5, 3)},
         "softcap": {"softcap": 2.0},
-        "bias": {"bias": np.ones((seq_q, LENGTH), dtype)},
+        "bias": {"bias": np.ones((1, HEADS, seq_q, LENGTH), dtype)},
         "mask": {"mask": np.ones((seq_q, LENGTH), bool)},
         "alibi": {"modifiers": (ALiBi(np.ones(HEADS, statistics)),)},
         "lengths": {"modifiers": (KeyLengths(np.ones(1, np.int32)),)},

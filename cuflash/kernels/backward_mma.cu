@@ -5,13 +5,20 @@
 // transposed, a row per key.  With one column of warps, P and dS are already the A operands of dV += Pᵀ dO and dK += dSᵀ Q and
 // only dS goes through shared memory, for dQ = dS K; with more, warps share rows and both go through shared memory, which
 // costs less traffic than it saves where head sizes are large.  dQ is added to float32 sums in global memory, the one sum
-// whose order varies.  Beyond 256 columns of dK and dV together a block computes one chunk of them, from the whole S and dP.
+// whose order varies, unless blocks take turns.  Beyond 256 columns of dK and dV together a block computes one chunk of them,
+// from the whole S and dP.
 // Invariants: all threads run the same steps; rows of Q, dO beyond seq_q and keys that nobody sees are zeros in shared memory.
+// In turns (kDeterministic): tiles of keys add to a tile of queries in ascending order.  Each counter starts at the first tile of
+// keys that adds and grows by one with each (attention/mask.cuh, first_key_tile), so that a block's turn has the number of its
+// tile.  It waits for earlier tiles of the same heads alone, whose blocks started before it.  Queries are walked over from the
+// last to the first: a block then begins where under a causal mask all blocks before it begin, too, and under a window none has
+// to come before it.
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2.
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "hw/copy.cuh"
 #include "hw/gemm_mma.cuh"
 #include "hw/reduce.cuh"
+#include "hw/turns.cuh"
 #include "attention/epilogue.cuh"
 
 constexpr int kKeyWarps = Config::kWarps / Config::kQueryWarps;
@@ -50,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const int key_tiles = tiles_of(p.seq_k, Config::kBlockK);
   const int chunks = kChunked ? max(tiles_of(p.head_dim, Config::kChunk), tiles_of(p.head_dim_v, Config::kChunkV)) : 1;
   int index = blockIdx.x;
+  if constexpr (Config::kDeterministic) index = int(start_number(static_cast<u32*>(p.turns), shared_memory));
   const int tile = index % key_tiles;
   index /= key_tiles;
   const int chunk = index % chunks;
@@ -62,7 +70,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   const Range keys{tile * Config::kBlockK, min(p.seq_k, (tile + 1) * Config::kBlockK)};
   const Range queries = queries_seeing_any(p, place, keys);
-  const int first = queries.begin / Config::kBlockQ, last = tiles_of(queries.end, Config::kBlockQ);
+  const Range walk = tiles_over<Config::kBlockQ>(queries);
+  const int first = walk.begin, last = walk.end;
+  const int start = Config::kDeterministic ? last - 1 : first;
   const int steps = last > first ? (last - first) * p.group : 0;
   const int column = chunk * Config::kChunk, column_v = chunk * Config::kChunkV;
   const int head_dim = Config::kExact ? Config::kHeadDim : p.head_dim;  // known to the compiler where nothing is padded
@@ -103,16 +113,16 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
                                                   keys.begin, seen, head_dim);
     copy_tile<Config::kThreads, Config::kAligned>(shared.v, matrix<const Element>(p.v, place.key_offset(p.v)),
                                                   keys.begin, seen, head_dim_v);
-    load_queries(first_head, first, 0);
-    load_dout(first_head, first, 0);
+    load_queries(first_head, start, 0);
+    load_dout(first_head, start, 0);
   }
   place.head = first_head;
-  int query_tile = first, next_head = first_head, next_tile = first;
+  int query_tile = start, next_head = first_head, next_tile = start;
   for (int step = 0; step < steps; ++step) {
     const int stage = Config::kStages == 2 ? step & 1 : 0, dout_stage = Config::kDoutStages == 2 ? step & 1 : 0;
     const bool more = step + 1 < steps;
-    if (++next_tile == last) {
-      next_tile = first;
+    if (Config::kDeterministic ? next_tile-- == first : ++next_tile == last) {
+      next_tile = start;
       ++next_head;
     }
     cp_async_wait_group<0>();
@@ -181,8 +191,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       gemm_columns_columns<Config::kBlockK, QueryFragment, Element>(dq, ds_tile, dq_row, shared.k, column + dq_column);
       const i64 tile_index = (i64(batch_index) * p.heads_q + place.head) * query_tiles + query_tile;
       const int dq_chunks = Config::kHeadDim / Config::kChunk;
-      DqTile::add(static_cast<float*>(p.dq_sum) + (tile_index * dq_chunks + (kChunked ? chunk : 0)) * DqTile::kSize,
-                  dq);
+      const i64 sum = tile_index * dq_chunks + (kChunked ? chunk : 0);
+      const auto add = [&] { DqTile::add(static_cast<float*>(p.dq_sum) + sum * DqTile::kSize, dq); };
+      if constexpr (Config::kDeterministic)
+        in_turn(static_cast<u32*>(p.turns) + 1 + sum, tile, add);
+      else
+        add();
     }
     place.head = next_head;
     query_tile = next_tile;

@@ -71,6 +71,7 @@ class BackwardMma:
     blocks_per_sm: int
     aligned: bool
     exact: bool  # the head sizes are the padded ones
+    deterministic: bool = False  # blocks add to dq in turns
 
     @property
     def threads(self) -> int:
@@ -80,6 +81,11 @@ class BackwardMma:
     def dq_width(self) -> int:
         """Columns of the sums of dq."""
         return self.head_dim
+
+    @property
+    def dq_chunks(self) -> int:
+        """Parts of a tile of dq that are summed by different blocks."""
+        return self.head_dim // self.chunk
 
     def shared_bytes(self, itemsize: int) -> int:
         keys = tile_bytes(self.block_k, self.head_dim, itemsize) + tile_bytes(self.block_k, self.head_dim_v, itemsize)

@@ -17,6 +17,8 @@ class BackwardDelta:
     lanes: int
     aligned: bool
     block_q: int  # tile of the main kernel: rows are padded to a multiple of it
+    key_tile: int = 0  # where dq is summed in turns: keys of the main kernel's tile,
+    turns: int = 0  # and counters of a tile of queries
 
     threads = 256
 

@@ -112,6 +112,7 @@ class BackwardSimt:
     query_lane_rows: int
     blocks_per_sm: int
     aligned: bool
+    deterministic: bool = False  # blocks add to dq in turns
 
     @property
     def threads(self) -> int:
@@ -121,6 +122,11 @@ class BackwardSimt:
     def dq_width(self) -> int:
         """Columns of the sums of dq."""
         return self.head_dim
+
+    @property
+    def dq_chunks(self) -> int:
+        """Parts of a tile of dq that are summed by different blocks."""
+        return 1
 
     def shared_bytes(self, itemsize: int) -> int:
         pitches = odd_pitch(self.head_dim, itemsize) + odd_pitch(self.head_dim_v, itemsize)

@@ -32,14 +32,16 @@ template <int kThreads, int kBlocks> struct SumTile {
   }
 #endif
   static __device__ __forceinline__ void add(float* tile, const float (&x)[kBlocks * 4], int thread = threadIdx.x) {
+#if __CUDA_ARCH__ >= 900
     float* to = recomputed(tile + offset(0, thread, 0));  // one address in registers; what is added to it are constants
+#endif
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #if __CUDA_ARCH__ >= 900
       red_add_v4(to + offset(block, 0, 0), x[4 * block], x[4 * block + 1], x[4 * block + 2], x[4 * block + 3]);
 #else
 #  pragma unroll
-      for (int r = 0; r < 4; ++r) atomicAdd(to + offset(block, 0, r), x[4 * block + r]);
+      for (int r = 0; r < 4; ++r) atomicAdd(tile + offset(block, thread, r), x[4 * block + r]);
 #endif
     }
   }
