@@ -115,7 +115,7 @@ BACKENDS = (
         "Hopper's warpgroup tensor cores, fed by TMA",
         {"float16": 90, "bfloat16": 90},
         wgmma.MAX_HEAD_DIM,
-        False,
+        True,
         wgmma,
         last_capability=90,
         on_request=True,

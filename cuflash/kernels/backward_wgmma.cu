@@ -68,7 +68,9 @@ struct Consumer {
   __device__ __forceinline__ int warp_key(u32 thread) const {  // this warp's first key in the tile
     return own_rows() + int(thread % kWarpgroupThreads / 32 * 16);
   }
-  __device__ __forceinline__ Work here() const { return Config::kLateDp ? Work(p, recomputed(blockIdx.x)) : work; }
+  __device__ __forceinline__ Work here() const {
+    return Config::kLateDp ? Work(p, block_number(shared.channels)) : work;
+  }
 
   // ---- products: issued as one group each ----
   __device__ __forceinline__ void issue_scores(float (&s)[ScoreFragment::kSize]) const {
@@ -114,7 +116,15 @@ struct Consumer {
     // The order of backward_convert_mma.cu: warps that share rows are neighbours.
     const u32 thread = u32(recomputed(threadIdx.x)) - kWarpgroupThreads, warp = thread / 32;
     const u32 sum_warp = kSplitsRows ? warp : warp % 4 * kGroups + warp / 4;
-    DqTile::add(static_cast<float*>(p.dq_sum) + i64(before) * DqTile::kSize, dq, int(sum_warp * 32 + thread % 32));
+    const auto add = [&] {
+      DqTile::add(static_cast<float*>(p.dq_sum) + i64(before) * DqTile::kSize, dq, int(sum_warp * 32 + thread % 32));
+    };
+    if constexpr (Config::kDeterministic)
+      in_turn(
+          turn_counter(p, before, group), work.keys.begin / Config::kBlockK, thread % kWarpgroupThreads == 0,
+          [&] { bar_sync(kGroupBarrier + group, kWarpgroupThreads); }, add);
+    else
+      add();
   }
   static __device__ __forceinline__ void scale_by(float (&x)[ScoreFragment::kSize],
                                                   const ScoreSlopes<ScoreFragment>& slopes) {
@@ -242,7 +252,7 @@ struct Consumer {
   // ---- what stays: this warpgroup's rows take the place of its own keys and values ----
   template <class Tile, int kSize> __device__ __forceinline__ void store(Tile& tile, float (&x)[kSize], float scale,
                                                                          const TensorMap& map) const {
-    const Work done(p, recomputed(blockIdx.x));
+    const Work done(p, block_number(shared.channels));
     store_accumulator<Element, kSize>(tile, warp_key(threadIdx.x), [&](int i) { return x[i] * scale; });
     fence_proxy_async();
     bar_sync(kGroupBarrier + group, kWarpgroupThreads);
@@ -278,7 +288,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
-  const Work work(p, blockIdx.x);
+  if constexpr (Config::kDeterministic) start_number(static_cast<u32*>(p.turns), &shared.channels.started);
+  const Work work(p, block_number(shared.channels));
   if (threadIdx.x == 0) {
     shared.channels.init(kWarps);
     shared.gradients.init(kGroups, kWarps);

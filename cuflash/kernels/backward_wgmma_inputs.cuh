@@ -5,6 +5,7 @@
 #include "attention/softmax.cuh"
 #include "attention/walk.cuh"
 #include "hw/copy_tma.cuh"
+#include "hw/turns.cuh"
 
 typedef PanelTile<Config::kBlockK, Config::kDqWidth> KeyTile;
 typedef PanelTile<Config::kBlockK, Config::kHeadDimV> ValueTile;
@@ -21,6 +22,7 @@ struct InputChannels {
   RowStatistics statistics[Config::kStages][Config::kBlockQ];
   Channel<1> keys;
   Channel<Config::kStages> queries, douts;
+  u32 started;  // blocks before this one, where they take turns
 
   // By one thread, before a barrier of the block; `readers` give back a slot.
   __device__ __forceinline__ void init(int readers) {
@@ -29,6 +31,15 @@ struct InputChannels {
     douts.init(readers);
   }
 };
+
+// The number of this block: its place in the grid, or where blocks wait for each other, in the order in which they start.
+__device__ __forceinline__ int block_number(const InputChannels& channels) {
+  return Config::kDeterministic ? int(channels.started) : recomputed(blockIdx.x);
+}
+// Of the sums of one tile of queries, one for each consumer.
+__device__ __forceinline__ u32* turn_counter(const Params& p, int tile, int group) {
+  return static_cast<u32*>(p.turns) + 1 + 2 * i64(tile) + group;
+}
 
 // One thread: loads in the order in which the consumers use what is loaded.
 __device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, InputChannels& channels, const Work& work) {

@@ -59,8 +59,7 @@ struct Consumer {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&channel.empty[slot]));
   }
   // dQ of a step, this warpgroup's panels one after the other, each added to the sums as soon as it is there.
-  __device__ __forceinline__ void add_dq(Cursor<2> of, int tile) const {
-    of.wait_full(shared.gradients);
+  __device__ __forceinline__ void add_panels(Cursor<2> of, int tile) const {
 #pragma unroll
     for (int pair = 0; pair < kDqPanels; pair += kGroups) {
       const int panel = pair + group;
@@ -73,8 +72,17 @@ struct Consumer {
       wgmma_wait_group<0>();
       pin(dq);
       float* sums = static_cast<float*>(p.dq_sum) + (i64(tile) * kDqPanels + panel) * DqPanel::kSize;
-      DqPanel::add(sums, dq, int(recomputed(threadIdx.x) % kWarpgroupThreads));
+      DqPanel::add(sums, dq, int(u32(recomputed(threadIdx.x)) % kWarpgroupThreads));
     }
+  }
+  __device__ __forceinline__ void add_dq(Cursor<2> of, int tile) const {
+    of.wait_full(shared.gradients);
+    if constexpr (Config::kDeterministic)
+      in_turn(
+          turn_counter(p, tile, group), work.keys.begin / Config::kBlockK, thread() == 0,
+          [&] { bar_sync(kGroupBarrier + group, kWarpgroupThreads); }, [&] { add_panels(of, tile); });
+    else
+      add_panels(of, tile);
     release(shared.gradients, of.slot);
   }
   template <class Tile, int kSize>
@@ -265,7 +273,8 @@ __device__ __forceinline__ void clean_keys(const Params& p, SharedStorage& share
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
-  const Work work(p, blockIdx.x);
+  if constexpr (Config::kDeterministic) start_number(static_cast<u32*>(p.turns), &shared.channels.started);
+  const Work work(p, block_number(shared.channels));
   if (threadIdx.x == 0) {
     shared.channels.init(kGroups * kGroupWarps);
     shared.probabilities.init(kGroupWarps, kGroupWarps);

@@ -111,7 +111,10 @@ class BackwardWgmma:
     stages: int = 2
     producer_registers: int = 24
     consumer_registers: int = 240
+    deterministic: bool = False  # blocks add to dq in turns
 
+    #: parts of a tile of dq that are summed apart: each consumer has its own
+    dq_chunks = 2
     threads = 3 * GROUP_THREADS
     aligned = True
 
@@ -132,7 +135,7 @@ class BackwardWgmma:
         queries = panel_bytes(self.block_q, self.head_dim) + panel_bytes(self.block_q, self.head_dim_v)
         statistics = 2 * 4 * self.block_q
         gradients = 2 * panel_bytes(self.block_k, self.block_q)
-        channels = channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
+        channels = 4 + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
         return padded(keys + self.stages * (queries + statistics) + gradients + channels, 1024)
 
     def blocks(self, problem: Problem) -> int:
@@ -155,7 +158,7 @@ class BackwardWgmmaSplit(BackwardWgmma):
         queries = panel_bytes(self.block_q, self.head_dim) + panel_bytes(self.block_q, self.head_dim_v)
         statistics = 2 * 4 * self.block_q
         gradients = 2 * panel_bytes(self.block_k, self.block_q) + 4 * self.block_k * self.block_q
-        channels = 2 * channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
+        channels = 4 + 2 * channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
         return padded(keys + self.stages * (queries + statistics) + gradients + channels, 1024)
 
 

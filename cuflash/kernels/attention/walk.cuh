@@ -20,9 +20,9 @@ struct Work {
     place.head = place.head_k * p.group;
     place.set_batch(p, batch);
     place.key_count = Visibility::key_count(p, place);
-    const Range queries = queries_seeing_any(p, place, keys);
-    first = queries.begin / Config::kBlockQ;
-    last = tiles_of(queries.end, Config::kBlockQ);
+    const Range walk = tiles_over<Config::kBlockQ>(queries_seeing_any(p, place, keys));
+    first = walk.begin;
+    last = walk.end;
     steps = last > first ? (last - first) * p.group : 0;
   }
 };
@@ -32,14 +32,20 @@ struct Step {
   int head, tile;
   int head_tiles;  // tiles of queries before this head, of all; the grid of the conversion numbers them by 31 bits
 
-  __device__ __forceinline__ Step(const Params& p, const Work& work) : head(work.place.head), tile(work.first) {
+  // Where blocks add to dq in turns, they begin with the last queries: under a causal mask all earlier blocks begin there, too.
+  static __device__ __forceinline__ int begin(const Work& work) {
+    return Config::kDeterministic ? work.last - 1 : work.first;
+  }
+  __device__ __forceinline__ Step(const Params& p, const Work& work) : head(work.place.head), tile(begin(work)) {
     head_tiles = (work.batch * p.heads_q + head) * (p.rows_padded / Config::kBlockQ);
   }
   __device__ __forceinline__ void advance(const Params& p, const Work& work) {
-    if (++tile == work.last) {
-      tile = work.first;
+    if (tile == (Config::kDeterministic ? work.first : work.last - 1)) {
+      tile = begin(work);
       ++head;
       head_tiles += p.rows_padded / Config::kBlockQ;
+    } else {
+      tile += Config::kDeterministic ? -1 : 1;
     }
   }
   __device__ __forceinline__ int number() const { return head_tiles + tile; }

@@ -33,11 +33,16 @@ __device__ __forceinline__ void pass_turn(u32* counter, u32 next) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(next) : "memory");
 }
 
-// Everything that `add` adds, by all threads of a block, when the counter has come to `turn`.
-template <class Add> __device__ __forceinline__ void in_turn(u32* counter, u32 turn, Add add) {
-  if (threadIdx.x == 0) wait_for_turn(counter, turn);
-  __syncthreads();  // it is this block's turn
+// Everything that `add` adds, by threads that `meet` at a barrier and of which one leads, when the counter has come to `turn`.
+template <class Meet, class Add>
+__device__ __forceinline__ void in_turn(u32* counter, u32 turn, bool leads, Meet meet, Add add) {
+  if (leads) wait_for_turn(counter, turn);
+  meet();  // it is this block's turn
   add();
-  __syncthreads();  // all have added
-  if (threadIdx.x == 0) pass_turn(counter, turn + 1);
+  meet();  // all have added
+  if (leads) pass_turn(counter, turn + 1);
+}
+// The same by all threads of a block.
+template <class Add> __device__ __forceinline__ void in_turn(u32* counter, u32 turn, Add add) {
+  in_turn(counter, turn, threadIdx.x == 0, [] { __syncthreads(); }, add);
 }
