@@ -37,6 +37,8 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/wgmma.py disagrees");
 
+constexpr bool kRecomputes = Config::kLateDp || Config::kDeterministic;
+
 typedef MmaFragment<1, Config::kBlockQ / 8, true> ScoreFragment;
 typedef SumTile<kGroups * kWarpgroupThreads, kDqColumns / 8> DqTile;
 
@@ -60,17 +62,13 @@ struct Consumer {
     clear(dv);
   }
 
-  // Modifiers leave no registers to keep descriptors and coordinates in from step to step.
-  __device__ __forceinline__ int own_rows() const {
-    return (Config::kLateDp ? recomputed(group) : group) * kWarpgroupRows;
-  }
-  __device__ __forceinline__ u32 own_thread() const { return Config::kLateDp ? recomputed(threadIdx.x) : threadIdx.x; }
+  // Modifiers and turns leave no registers to keep descriptors and coordinates in from step to step.
+  __device__ __forceinline__ int own_rows() const { return (kRecomputes ? recomputed(group) : group) * kWarpgroupRows; }
+  __device__ __forceinline__ u32 own_thread() const { return kRecomputes ? recomputed(threadIdx.x) : threadIdx.x; }
   __device__ __forceinline__ int warp_key(u32 thread) const {  // this warp's first key in the tile
     return own_rows() + int(thread % kWarpgroupThreads / 32 * 16);
   }
-  __device__ __forceinline__ Work here() const {
-    return Config::kLateDp ? Work(p, block_number(shared.channels)) : work;
-  }
+  __device__ __forceinline__ Work here() const { return kRecomputes ? Work(p, block_number(shared.channels)) : work; }
 
   // ---- products: issued as one group each ----
   __device__ __forceinline__ void issue_scores(float (&s)[ScoreFragment::kSize]) const {
@@ -121,7 +119,7 @@ struct Consumer {
     };
     if constexpr (Config::kDeterministic)
       in_turn(
-          turn_counter(p, before, group), work.keys.begin / Config::kBlockK, thread % kWarpgroupThreads == 0,
+          turn_counter(p, before, group), here().keys.begin / Config::kBlockK, thread % kWarpgroupThreads == 0,
           [&] { bar_sync(kGroupBarrier + group, kWarpgroupThreads); }, add);
     else
       add();
