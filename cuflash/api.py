@@ -92,8 +92,8 @@ def attention(
 
     Notes
     -----
-    Order of operations: scale, softcap, modifiers of the score, bias, all that hides keys, softmax.  Algorithm: Dao et
-    al., arXiv:2205.14135, and Dao, arXiv:2307.08691.
+    Order of operations: scale, softcap, modifiers of the score, bias, all that hides keys, softmax.  Equal calls on one
+    device give equal bits.  Algorithm: Dao et al., arXiv:2205.14135, and Dao, arXiv:2307.08691.
 
     Examples
     --------

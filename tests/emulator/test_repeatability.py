@@ -179,7 +179,7 @@ def test_strides(tile, strides):
     assert check_repeats(case, 80, (0, 4)) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("empty", [{"seq_k": 0}, {"seq_q": 0}, {"batch": (0,)}], ids=str)
 def test_empty(tile, empty, dtype):
     assert check_repeats(replace(Case("empty", dtype, bias="bhqk"), **empty), 80, (0, 1)) == 1
@@ -191,7 +191,6 @@ def test_a_gradient_that_is_a_sum_of_many_blocks_is_refused(bias, dtype):
     case = Case("bias", dtype, bias=bias)
     with pytest.raises(UnsupportedError, match=r"bias of shape \(.*\).*scores of shape \(2, 2, 33, 45\).*pass bias as"):
         check_repeats(case, 80, (0,))
-    assert check_repeats(case, 80, (0,), deterministic=False) == 1, "one schedule"
 
 
 # ---- the forward -------------------------------------------------------------------------------------------------------
