@@ -4,6 +4,7 @@ from cuflash.api import attention, attention_backward, attention_vjp, explain
 from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError
 from cuflash.explanation import Explanation
 from cuflash.modifiers import ALiBi, KeyLengths
+from cuflash.union import merge, merge_backward, merge_vjp
 
 __version__ = "0.1.0"
 
@@ -21,4 +22,7 @@ __all__ = [
     "attention_backward",
     "attention_vjp",
     "explain",
+    "merge",
+    "merge_backward",
+    "merge_vjp",
 ]

@@ -174,6 +174,11 @@ def namespace_of(x: Any) -> Any:
     return next((m for m in found if callable(getattr(m, "from_dlpack", None))), None)
 
 
+def module_of(x: Any) -> Any:
+    """NumPy or CuPy: the module whose functions take a native array."""
+    return np if isinstance(x, np.ndarray) else sys.modules["cupy"]
+
+
 def bfloat16() -> np.dtype[Any]:
     import ml_dtypes
 
