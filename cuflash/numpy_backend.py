@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.gradients import differentiable_operands, gradients_type
-from cuflash.modifiers import Modifier, Tile
+from cuflash.modifiers import BlockMask, Modifier, Tile
 from cuflash.problem import Call, Problem
 
 Array = NDArray[Any]
@@ -37,6 +37,9 @@ Seen = NDArray[np.bool_] | None  # which scores of a tile may be seen; None is a
 # 118 / 283 with 512 × 2048.
 TILE_ROWS = 256
 TILE_SCORES = 1 << 17
+# With a block mask, tiles are as large as its blocks, so that hidden ones are met, but not so small that calls take longer
+# than products.
+TILE_LEAST = 64
 
 
 def forward(
@@ -292,10 +295,13 @@ class Chunk:
         masks = [modifier for modifier in problem.modifiers if modifier.kind == "mask"]
         for columns in blocks(int(begin[some].min()), int(end[some].max()), self.block_k):
             tile = Tile(problem, self.operands, rows, columns)
+            if any(modifier.tile_is_hidden(tile) for modifier in masks):
+                continue
+            tested = [modifier for modifier in masks if not modifier.tile_is_clear(tile)]
             seen: Seen = None
-            if masks or begin.max() > columns.start or end.min() < columns.stop:
+            if tested or begin.max() > columns.start or end.min() < columns.stop:
                 seen = (begin <= tile.k) & (tile.k < end)
-                for modifier in masks:
+                for modifier in tested:
                     seen = seen & modifier.visible(tile)
                 if not seen.any():
                     continue
@@ -332,7 +338,13 @@ def tile_sizes(problem: Problem, block_q: int | None, block_k: int | None) -> tu
     """Rows and columns of a tile, and how many key heads share one: about TILE_SCORES scores together."""
     rows = block_q or max(1, min(problem.seq_q, TILE_ROWS // min(problem.group, 16)))
     columns = block_k or max(1, min(problem.seq_k, TILE_SCORES // (rows * problem.group)))
-    return rows, columns, max(1, TILE_SCORES // (rows * columns * problem.group))
+    heads = max(1, TILE_SCORES // (rows * columns * problem.group))
+    for modifier in problem.modifiers:
+        if isinstance(modifier, BlockMask):
+            size_q, size_k = modifier.size
+            rows = block_q or min(rows, max(TILE_LEAST, size_q))
+            columns = block_k or min(columns, max(TILE_LEAST, size_k))
+    return rows, columns, heads
 
 
 def boxes(shape: tuple[int, ...], count: int) -> Iterator[tuple[slice, ...]]:

@@ -18,6 +18,7 @@ import numpy as np
 from cuflash import arrays
 from cuflash.arrays import Home
 from cuflash.errors import ArgumentError, ShapeError
+from cuflash.modifiers.base import module_of
 from cuflash.problem import DTYPES, canonical, check_array, check_layout, dtype_name
 
 Gradients = tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -242,7 +243,7 @@ def computed(home: Home, compute: Callable[[], Any]) -> Any:
 # ---- the equations ---------------------------------------------------------------------------------------------------
 def forward(given: Given, layout: str) -> tuple[Any, Any]:
     """Output and log-sum-exp of the union."""
-    xp = arrays.module_of(given.lses[0])
+    xp = module_of(given.lses[0])
     m = given.lses[0]
     for lse in given.lses[1:]:
         m = xp.maximum(m, lse)
@@ -263,7 +264,7 @@ def forward(given: Given, layout: str) -> tuple[Any, Any]:
 
 def backward(given: Given, layout: str) -> tuple[list[Any], list[Any]]:
     """Gradients of every output and every log-sum-exp."""
-    xp = arrays.module_of(given.lse)
+    xp = module_of(given.lse)
     accumulator = given.lse.dtype
     dout, out = given.dout.astype(accumulator), given.out.astype(accumulator)
     douts, dlses = [], []
