@@ -105,8 +105,8 @@ def _visibility(ranges: list[type[Modifier]], masks: list[type[Modifier]]) -> st
     queries = "\n".join(f"    {n}::narrow_queries(p, k, queries);" for n in positional)
     count = "".join(f"    return {n}::key_count(p, place);\n" for n in counting) or "    return p.seq_k;\n"
     visible = " && ".join(f"{m.__name__}::visible(p, place, q, k)" for m in masks) or "true"
-    hiding = [m.__name__ for m in masks if "tile_is_hidden" in m.cuda]
-    clearing = [m.__name__ for m in masks if all("tile_is_clear" in m.cuda for m in masks)]
+    hiding = [m.__name__ for m in masks if m.knows_tiles()]
+    clearing = [m.__name__ for m in masks if all(m.knows_tiles() for m in masks)]
     hidden = " || ".join(f"{n}::tile_is_hidden(p, place, queries, keys)" for n in hiding) or "false"
     clear = " && ".join(f"{n}::tile_is_clear(p, place, queries, keys)" for n in clearing) or "false"
     tile = "const Params& p, const Place& place, Range queries, Range keys"

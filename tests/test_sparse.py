@@ -104,8 +104,10 @@ def sparse_calls() -> dict[str, problem.Call]:
         "mixed": call(modifiers=[Documents(documents(SEQ_Q), mixed)]),
         "one document": call(modifiers=[Documents(np.zeros(1, np.int32), np.zeros(SEQ_K, np.int32))]),
         "blocks": call(modifiers=[BlockMask(rng.random((4, 5)) < 0.4, 16)]),
-        "blocks of heads": call(modifiers=[BlockMask(rng.random((2, HEADS, 8, 3)) < rng.choice([0, 0.4, 1], (8, 3)), (7, 33))]),
-        "rows of blocks": call(modifiers=[BlockMask(rng.random((4, 1)) < 0.5, (16, 80))]),
+        "blocks of heads": call(
+            modifiers=[BlockMask(rng.random((2, HEADS, 8, 3)) < rng.choice([0, 0.4, 1], (8, 3)), (7, 33))]
+        ),
+        "rows of blocks": call(modifiers=[BlockMask(np.array([[True], [False], [False], [True]]), (16, 80))]),
     }
 
 

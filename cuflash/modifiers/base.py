@@ -92,6 +92,11 @@ class Modifier:
         """Field name of each View -> attribute that carries the array."""
         return {}
 
+    @classmethod
+    def knows_tiles(cls) -> bool:
+        """Whether it can tell at a glance that a tile has no visible pair."""
+        return "tile_is_hidden" in cls.cuda
+
     def axes(self, operand: str, problem: Problem) -> Axes:
         """Axes that an array operand may have; each may also be of length 1."""
         return ("heads_q", problem.heads_q), ("seq_q", problem.seq_q), ("seq_k", problem.seq_k)
