@@ -37,8 +37,9 @@ Seen = NDArray[np.bool_] | None  # which scores of a tile may be seen; None is a
 # 118 / 283 with 512 × 2048.
 TILE_ROWS = 256
 TILE_SCORES = 1 << 17
-# With a block mask, tiles are as large as its blocks, so that hidden ones are met, but not so small that calls take longer
-# than products.
+# Where a mask knows at a glance what is hidden, tiles are put together from as many columns; they have fewer rows if the
+# mask's blocks do, but not so few that calls take longer than products.
+GLANCE_COLUMNS = 128
 TILE_LEAST = 64
 
 
@@ -293,10 +294,9 @@ class Chunk:
         if not some.any():
             return
         masks = [modifier for modifier in problem.modifiers if modifier.kind == "mask"]
-        for columns in blocks(int(begin[some].min()), int(end[some].max()), self.block_k):
+        glancing = [modifier for modifier in masks if modifier.knows_tiles()]
+        for columns in self.spans(int(begin[some].min()), int(end[some].max()), rows, glancing):
             tile = Tile(problem, self.operands, rows, columns)
-            if any(modifier.tile_is_hidden(tile) for modifier in masks):
-                continue
             tested = [modifier for modifier in masks if not modifier.tile_is_clear(tile)]
             seen: Seen = None
             if tested or begin.max() > columns.start or end.min() < columns.stop:
@@ -306,6 +306,25 @@ class Chunk:
                 if not seen.any():
                     continue
             yield tile, seen
+
+    def spans(self, begin: int, end: int, rows: slice, masks: list[Modifier]) -> Iterator[slice]:
+        """Columns of tiles from `begin` to `end`, without what the masks know to be hidden."""
+        if not masks:
+            yield from blocks(begin, end, self.block_k)
+            return
+        step = min(
+            [GLANCE_COLUMNS, self.block_k, *(max(TILE_LEAST, m.size[1]) for m in masks if isinstance(m, BlockMask))]
+        )
+        start = begin
+        for piece in blocks(begin, end, step):
+            hidden = any(m.tile_is_hidden(Tile(self.problem, self.operands, rows, piece)) for m in masks)
+            if start < piece.start and (hidden or piece.stop - start > self.block_k):
+                yield slice(start, piece.start)
+                start = piece.start
+            if hidden:
+                start = piece.stop
+        if start < end:
+            yield slice(start, end)
 
 
 def chunks(call: Call, block_q: int | None, block_k: int | None) -> Iterator[Chunk]:
@@ -341,9 +360,7 @@ def tile_sizes(problem: Problem, block_q: int | None, block_k: int | None) -> tu
     heads = max(1, TILE_SCORES // (rows * columns * problem.group))
     for modifier in problem.modifiers:
         if isinstance(modifier, BlockMask):
-            size_q, size_k = modifier.size
-            rows = block_q or min(rows, max(TILE_LEAST, size_q))
-            columns = block_k or min(columns, max(TILE_LEAST, size_k))
+            rows = block_q or min(rows, max(TILE_LEAST, modifier.size[0]))
     return rows, columns, heads
 
 

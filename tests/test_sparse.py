@@ -196,12 +196,23 @@ def test_tiles_of_hidden_blocks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(looked) == 4
 
 
-def test_tiles_follow_the_size_of_blocks() -> None:
-    whole = numpy_backend.tile_sizes(call(4096, 4096, 1).problem, None, None)
-    for size, want in ((8, (64, 64)), (128, (128, 128)), ((64, 256), (64, 256)), (4096, whole[:2])):
+def test_tiles_follow_what_is_visible() -> None:
+    """Tiles are as high as blocks, and as wide as what is visible side by side: no further and no less."""
+    rows, columns, heads = numpy_backend.tile_sizes(call(4096, 4096, 1).problem, None, None)
+    for size, want in ((8, numpy_backend.TILE_LEAST), (100, 100), ((200, 16), rows), (4096, rows)):
         counts = [-(-4096 // n) for n in (size if isinstance(size, tuple) else (size, size))]
         given = call(4096, 4096, 1, modifiers=[BlockMask(np.ones(counts, bool), size)])
-        assert numpy_backend.tile_sizes(given.problem, None, None) == (*want, whole[2])
+        assert numpy_backend.tile_sizes(given.problem, None, None) == (want, columns, heads)
+    for visible, want in (
+        ([0, 0, 0, 0, 0, 0, 0, 0], []),
+        ([0, 1, 1, 0, 0, 0, 1, 0], [(64, 192), (384, 448)]),
+        ([1, 0, 0, 0, 0, 0, 0, 1], [(0, 64), (448, 500)]),
+        ([1, 1, 1, 1, 1, 1, 1, 1], [(0, 256), (256, 500)]),
+    ):
+        given = call(64, 500, 1, modifiers=[BlockMask(np.array([visible], bool), 64)])
+        (chunk,) = numpy_backend.chunks(given, 64, 256)
+        found = [(tile.columns.start, tile.columns.stop) for tile, _ in chunk.tiles(slice(0, 64))]
+        assert found == want
 
 
 def test_hidden_tiles_are_not_read() -> None:
