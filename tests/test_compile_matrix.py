@@ -64,6 +64,10 @@ def entries() -> Iterator[Entry]:
         yield Entry(arch, "bfloat16", *sizes, "everything")
     for arch, dtype in product((80, 86, 89, 100, 120), ("float32", "float64")):
         yield Entry(arch, dtype, 128, 128, "everything")
+    for option, size in product(("sparse-causal", "sparse-everything"), (64, 128)):
+        for arch, dtype in ((75, "float16"), (80, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64")):
+            yield Entry(arch, dtype, size, size, option)
+            yield Entry(arch, dtype, size, size, option, aligned=False)
 
 
 def matrix() -> list:
