@@ -17,17 +17,26 @@ SEQ = 512
 
 
 def case(**options: Any) -> Case:
-    return Case("sparse", heads_q=4, seq_q=300, seq_k=517, head_dim=64, dlse=True, **options)
+    return Case("sparse", heads_q=4, seq_q=200, seq_k=330, head_dim=32, dlse=True, **options)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("size", [(128, 128), (64, 32), (33, 100), (1, 1)], ids=str)
-@pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("density", "size", "causal"),
+    [
+        (0.0, (128, 128), False),
+        (0.5, (128, 128), True),
+        (1.0, (64, 64), True),
+        (0.1, (64, 32), False),
+        (0.5, (16, 16), False),
+        (0.5, (33, 100), True),
+        (0.3, (1, 1), False),
+    ],
+)
 def test_block_masks(device: Device, kind: Kind, density: float, size: tuple[int, int], causal: bool) -> None:
     check(device, kind, case(blocks="bhqk", block_size=size, block_density=density, causal=causal))
 
 
-@pytest.mark.parametrize("documents", ["packed", "packed alike", "halves", "mixed", "one", "strangers", "extreme ids"])
+@pytest.mark.parametrize("documents", ["packed", "halves", "mixed", "strangers"])
 def test_documents(device: Device, kind: Kind, documents: str) -> None:
     check(device, kind, case(documents=documents))
     check(device, kind, case(documents=documents, causal=True, blocks="hqk", block_size=(64, 64), softcap=3.0))
