@@ -240,6 +240,24 @@ def test_work_falls_with_the_visible_area(target: tuple[int, str], work: Counter
 
 
 @targets
+def test_gaps_cost_nothing(target: tuple[int, str], work: Counter[str]) -> None:
+    """Two visible tiles take the same time side by side and with hidden ones between them."""
+    arrays = Case("work", target[1], batch=(), heads_q=2, heads_k=1, seq_q=128, seq_k=128).make()
+    amounts = {}
+    for name, row in {"beside": (1, 1, 0, 0), "apart": (1, 0, 0, 1), "all": (1, 1, 1, 1)}.items():
+        for direction, blocks in (("forward", np.tile(row, (4, 1))), ("backward", np.tile(row, (4, 1)).T)):
+            call = problem.describe(arrays["q"], arrays["k"], arrays["v"], modifiers=[BlockMask(blocks == 1, 32)])
+            work.clear()
+            out, lse = forward(call, target[0])
+            backward(call, out, lse, arrays["dout"], None, target[0])
+            amounts[name, direction] = work[direction]
+    for direction in ("forward", "backward"):
+        beside, apart, full = (amounts[name, direction] for name in ("beside", "apart", "all"))
+        assert abs(apart - beside) < 0.02 * beside
+        assert full > 1.3 * beside
+
+
+@targets
 def test_other_variants_are_compiled_without_it(target: tuple[int, str]) -> None:
     """Without a modifier that knows tiles, no glance is in the text that the generator writes."""
     for options in ({}, {"mask": "hqk", "causal": True}):
