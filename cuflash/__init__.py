@@ -3,6 +3,7 @@
 from cuflash.api import attention, attention_backward, attention_vjp, explain
 from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError
 from cuflash.explanation import Explanation
+from cuflash.inspection import attention_weights
 from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
 from cuflash.union import merge, merge_backward, merge_vjp
 
@@ -23,6 +24,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_vjp",
+    "attention_weights",
     "explain",
     "merge",
     "merge_backward",
