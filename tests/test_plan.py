@@ -10,7 +10,7 @@ import pytest
 from cuflash import abi, plan
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
-from cuflash.modifiers import ALiBi, KeyLengths
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
 from cuflash.plan import Placed, merged_batch, placed
 from cuflash.problem import MAX_SEQ, Call, describe
 from tests.cases import DTYPES, STRIDES
@@ -265,6 +265,12 @@ OPTIONS = {
     "window": lambda sq, sk: {"window": (3, 5), "softcap": 2.0},
     "mask": lambda sq, sk: {"mask": np.ones((sq, sk), bool)},
     "bias": lambda sq, sk: {"bias": np.zeros((sk,), np.float16), "modifiers": OPERANDS},
+    "sparse": lambda sq, sk: {
+        "modifiers": (
+            Documents(np.zeros(sq, np.int32), np.zeros(sk, np.int32)),
+            BlockMask(np.ones((-(-sq // 64), -(-sk // 64)), bool), 64),
+        )
+    },
 }
 SHORT = 64  # queries: fewer fill no large tile
 
