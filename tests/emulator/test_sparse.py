@@ -13,8 +13,9 @@ import pytest
 
 from cuflash import problem, source
 from cuflash.modifiers import BlockMask, Documents, KeyLengths, Modifier
+from cuflash.schedules import mma
 from cuflash.variant import Variant
-from tests.cases import Case
+from tests.cases import OPTIONS, Case
 from tests.emulator import EmulatedKernel, kernels
 from tests.emulator.kernels import backward, check, check_call, forward
 from tests.emulator.test_mma import TILES, target_id
@@ -123,6 +124,16 @@ def test_documents_with_blocks_lengths_and_a_mask(target: tuple[int, str]) -> No
     ]
     changes = {"batch": (2,), "causal": "top_left", "mask": "hqk", "bias": "b1qk", "softcap": 2.0, "alibi": "h"}
     check_call(*made(target, chain, **changes), target[0])
+
+
+def test_wide_values_with_many_modifiers_are_cut_into_chunks() -> None:
+    case = Case("chunks", "bfloat16", **OPTIONS["sparse-everything"], head_dim=24, head_dim_v=200)
+    call, *_ = case.call()
+    config = mma.forward(call.problem, 163 * 1024, True)
+    assert config.chunk < config.head_dim_v <= mma.MAX_CHUNK
+    expectation = kernels.Expectation(call)
+    for seed in kernels.SEEDS:
+        expectation.check_forward(*forward(call, 80, seed))
 
 
 @pytest.mark.parametrize("name", TILES)
