@@ -63,7 +63,7 @@ def attention(
     softcap
         Positive c: a scaled logit s becomes c·tanh(s/c).
     modifiers
-        `ALiBi(slopes)`, `KeyLengths(lengths)`; at most one of each.
+        `ALiBi(slopes)`, `KeyLengths(lengths)`, `Documents(ids_q, ids_k)`, `BlockMask(blocks, size)`; at most one of each.
     layout
         "bhsd" is the order of axes above; "bshd" has seq before heads in q, k, v and out.
     return_lse

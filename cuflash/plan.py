@@ -134,7 +134,7 @@ def plan_backward(
 ) -> Plan:
     """Plan of the backward: statistics, the main kernel, and where sums need it their conversion."""
     at = dict(places)
-    backend, reasons = select(problem, device, at, requested=requested, deterministic=deterministic, backward=True)
+    backend, reasons = select(problem, device, at, requested=requested, backward=True)
     if deterministic:
         check_single_terms(problem, at)
     axes = len(problem.out_shape)

@@ -3,6 +3,8 @@
     python scripts/bench.py --suite foundation --peers torch --out scripts/results/h200-foundation.json
     python scripts/bench.py --suite foundation --cpu --out scripts/results/cpu-foundation.json
     python scripts/bench.py --suite hopper --peers torch --out scripts/results/h200-hopper.json
+    python scripts/bench.py --suite hopper --peers torch --out scripts/results/h200-hopper.json
+    python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
 
 Times on the GPU are sustained ones: batches of calls back to back, between two CUDA events.  Every system gets the same
 data, and what cuflash computes is compared with a peer once per shape: a kernel that is wrong posts no time.  Whatever
@@ -62,7 +64,7 @@ class Session:
         """Keep a row and show it."""
         row = {"topic": topic, "system": system, **values}
         self.rows.append(row)
-        keys = ("direction", "dtype", "seq_q", "head_dim", "causal", "backend")
+        keys = ("direction", "dtype", "seq_q", "head_dim", "causal", "pattern", "visible", "backend")
         shown = [f"{k}={row[k]}" for k in keys if row.get(k) is not None]
         measured = ("ms", "tflops", "us", "error", "peak_bytes", "extra_bytes", "failure")
         shown += [
@@ -87,7 +89,7 @@ class Session:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--suite", choices=("foundation", "hopper"), default="foundation")
+    parser.add_argument("--suite", choices=SUITES, default="foundation")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--peers", choices=("torch",), help="also measure the attention of this framework")
     parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds")
@@ -101,7 +103,8 @@ def main() -> int:
     if not machine.devices and not arguments.cpu:
         sys.exit(f"no GPU to measure ({machine.no_gpu}); --cpu measures the NumPy backend")
     print(machine.headline, machine.versions, flush=True)
-    for part in SUITES[arguments.suite, arguments.cpu]:
+    on_gpu, on_host = SUITES[arguments.suite]
+    for part in on_host if arguments.cpu else (*on_gpu, *on_host):
         if time.perf_counter() - started > LIMIT_S:
             session.add(part.__name__, "cuflash", failure=f"left out: {LIMIT_S} s are over")
         else:
@@ -512,6 +515,71 @@ def processor(session: Session) -> None:
                 session.add("processor", row.pop("system"), **row)
 
 
+def sparse_calls(shape: Shape, arrays: tuple[Array, ...]) -> Iterator[tuple[Row, dict[str, Call]]]:
+    """For each pattern and share of visible pairs, how it is called, by direction; first without a pattern."""
+    q, k, v, dout = arrays
+    rng, size = np.random.default_rng(0), 128
+    counts = shape.heads_q, shape.seq_q // size, shape.seq_k // size
+    chains: list[tuple[Row, tuple[Any, ...]]] = [({"pattern": "dense", "visible": 1.0}, ())]
+    for share in (1.0, 0.5, 0.25, 0.1):
+        blocks = np.zeros((counts[0], counts[1] * counts[2]), bool)
+        for row in blocks:  # each head its own
+            row[rng.permutation(row.size)[: round(share * row.size)]] = True
+        mask = cuflash.BlockMask(blocks.reshape(counts), size)
+        chains.append(({"pattern": f"blocks of {size}", "visible": share}, (mask,)))
+    for share in (1.0, 0.5, 0.25, 0.1):
+        ids = np.arange(shape.seq_q) * round(1 / share) // shape.seq_q
+        chains.append(({"pattern": "documents", "visible": share}, (cuflash.Documents(ids, ids),)))
+    for row, modifiers in chains:
+        out, lse = cuflash.attention(q, k, v, modifiers=modifiers, return_lse=True)
+        given: dict[str, Any] = {"modifiers": modifiers}
+        yield (
+            row,
+            {
+                "forward": lambda given=given: cuflash.attention(q, k, v, return_lse=True, **given),
+                "backward": lambda given=given, out=out, lse=lse: cuflash.attention_backward(
+                    dout, q, k, v, out, lse, **given
+                ),
+            },
+        )
+
+
+def sparse(session: Session) -> None:
+    """Time against the share of pairs that documents or a block mask leave visible."""
+    for head_dim in (64, 128):
+        seq = 4096 if session.quick else 16384
+        shape = Shape(1, 2048 // head_dim, 2048 // head_dim, seq, seq, head_dim, head_dim)
+        common: Row = {"dtype": "bfloat16", **asdict(shape), "causal": False}
+        with session.part("sparse", "cuflash", **common):
+            arrays = Data.make(shape, "bfloat16", with_tensors=False).arrays
+            rows = list(sparse_calls(shape, arrays))
+            for direction in ("forward", "backward"):
+                times = rotate({str(n): calls[direction] for n, (_, calls) in enumerate(rows)}, session.rounds)
+                for n, (row, _) in enumerate(rows):
+                    session.add("sparse", "cuflash", direction=direction, **common, **row, ms=times[str(n)])
+
+
+def sparse_processor(session: Session) -> None:
+    """The same for the NumPy backend."""
+    seq = 512 if session.quick else 2048
+    shape = Shape(1, 8, 8, seq, seq, 64, 64)
+    common: Row = {"dtype": "float32", **asdict(shape), "causal": False}
+    with session.part("sparse processor", "cuflash", **common):
+        clock = Clock(np)
+        for row, calls in sparse_calls(shape, shape.arrays("float32")):
+            for direction, call in calls.items():
+                ms = clock.milliseconds(call, 3 if session.quick else 7)
+                session.add("sparse processor", "cuflash", direction=direction, **common, **row, ms=ms)
+
+
+#: suite -> its parts on a GPU, and those that need none
+SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[Session], None], ...]]] = {
+    "foundation": ((tensor_cores, wide_types, memory, host_time, first_call), (processor,)),
+    "hopper": ((hopper,), ()),
+    "sparse": ((sparse,), (sparse_processor,)),
+}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The table at the end
 # ---------------------------------------------------------------------------------------------------------------------
@@ -576,15 +644,6 @@ def summary(rows: list[Row]) -> str:
         )
     failures = dict.fromkeys(f"FAILED {r['topic']} {r['system']}: {r['failure']}" for r in rows if r.get("failure"))
     return "\n".join([*parts, *failures]) or "nothing here has a target"
-
-
-#: parts by suite and whether only the processor is measured
-SUITES: dict[tuple[str, bool], tuple[Callable[[Session], None], ...]] = {
-    ("foundation", False): (tensor_cores, wide_types, memory, host_time, first_call, processor),
-    ("foundation", True): (processor,),
-    ("hopper", False): (hopper,),
-    ("hopper", True): (),
-}
 
 
 if __name__ == "__main__":

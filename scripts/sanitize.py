@@ -89,6 +89,8 @@ def run(case: Case) -> None:
         "modifiers": (
             cuflash.ALiBi(cupy.asarray(rng.random(4).astype(real))),
             cuflash.KeyLengths(cupy.asarray(np.array([120], np.int32))),
+            cuflash.Documents(*(cupy.asarray(np.arange(n, dtype=np.int32) // 50) for n in (seq_q, seq_k))),
+            cuflash.BlockMask(cupy.asarray(rng.random((4, 5, 9)) < 0.7), 16),
         ),
     }
     if case.options == "plain":

@@ -79,7 +79,7 @@ def table(path: Path, topic: str) -> str:
     measured = [row for row in rows if not row.get("failure")]
     failures = dict.fromkeys(f"*{name(row)}: {row['failure']}*" for row in rows if row.get("failure"))
     parts = [TOPICS[topic](measured)] if measured else ["*Nothing could be measured.*"]
-    return "\n\n".join([*parts, *failures, source(path, result, on_gpu=topic != "processor")])
+    return "\n\n".join([*parts, *failures, source(path, result, on_gpu=not topic.endswith("processor"))])
 
 
 def source(path: Path, result: dict[str, Any], on_gpu: bool) -> str:
@@ -269,6 +269,21 @@ def processor(rows: list[Row]) -> str:
     return markdown(header, lines, left=2)
 
 
+def sparse(rows: list[Row]) -> str:
+    """Times by the share of visible pairs, a column each."""
+    shares = list(dict.fromkeys(row["visible"] for row in rows))
+    groups: dict[tuple[Any, ...], dict[float, Row]] = {}
+    for row in rows:
+        groups.setdefault((row["head_dim"], row["direction"], row["pattern"]), {})[row["visible"]] = row
+    lines = []
+    for (_, direction, pattern), by_share in groups.items():
+        row = next(iter(by_share.values()))
+        cells = [text.milliseconds(by_share[share]["ms"]) if share in by_share else "-" for share in shares]
+        lines.append((f"{seq_and_batch(row)}, {row['dtype']}", direction, pattern, *cells))
+    header = ("batch x heads x seq x head_dim", "direction", "pattern", *(f"{share:.0%} visible" for share in shares))
+    return markdown(header, lines, left=3)
+
+
 TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "speed": speed,
     "precision": precision,
@@ -276,6 +291,8 @@ TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "host": host,
     "first call": first_call,
     "processor": processor,
+    "sparse": sparse,
+    "sparse processor": sparse,
 }
 
 

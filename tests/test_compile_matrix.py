@@ -73,6 +73,10 @@ def entries() -> Iterator[Entry]:
         (75, 90), ("float32", "float64"), (40, 64, 128, 256), ("plain", "everything")
     ):
         yield Entry(arch, dtype, size, size, option, deterministic=True)
+    for option, size in product(("sparse-causal", "sparse-everything"), (64, 128)):
+        for arch, dtype in ((75, "float16"), (80, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64")):
+            yield Entry(arch, dtype, size, size, option)
+            yield Entry(arch, dtype, size, size, option, aligned=False)
 
 
 def matrix() -> list:

@@ -7,10 +7,10 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from cuflash import abi, backends, plan
+from cuflash import abi, plan
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
-from cuflash.modifiers import ALiBi, KeyLengths
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
 from cuflash.place import Placed, merged_batch, placed
 from cuflash.problem import MAX_SEQ, Call, describe
 from tests.cases import DTYPES, STRIDES
@@ -265,6 +265,12 @@ OPTIONS = {
     "window": lambda sq, sk: {"window": (3, 5), "softcap": 2.0},
     "mask": lambda sq, sk: {"mask": np.ones((sq, sk), bool)},
     "bias": lambda sq, sk: {"bias": np.zeros((sk,), np.float16), "modifiers": OPERANDS},
+    "sparse": lambda sq, sk: {
+        "modifiers": (
+            Documents(np.zeros(sq, np.int32), np.zeros(sk, np.int32)),
+            BlockMask(np.ones((-(-sq // 64), -(-sk // 64)), bool), 64),
+        )
+    },
 }
 SHORT = 64  # queries: fewer fill no large tile
 
@@ -401,15 +407,6 @@ def test_turns_take_a_bias_whose_gradient_has_single_terms():
     alone = call_of((1, 1, 33, 64), heads_k=1, bias=np.zeros((33, 45), np.float16))
     assert backward(alone, deterministic=True).turns_bytes, "axes of length 1 are no broadcast"
     assert backward(call_of((0, 4, 33, 64), bias=np.zeros((45,), np.float16)), deterministic=True).steps
-
-
-def test_a_backend_without_turns_says_so(monkeypatch):
-    lacking = tuple(replace(row, deterministic_backward=False) for row in backends.BACKENDS)
-    monkeypatch.setattr(backends, "BACKENDS", lacking)
-    problem = call_of((5, 4, 33, 64)).problem
-    with pytest.raises(UnsupportedError, match="mma: deterministic=True is not offered"):
-        backends.select(problem, DEVICE, deterministic=True)
-    assert backends.select(problem, DEVICE)[0].name == "mma"
 
 
 @pytest.mark.parametrize(

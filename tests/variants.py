@@ -7,7 +7,7 @@ import numpy as np
 
 from cuflash import plan
 from cuflash.backends import described_device
-from cuflash.modifiers import ALiBi, KeyLengths
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
 from cuflash.problem import describe
 from cuflash.variant import Variant
 from tests.cases import DTYPES
@@ -88,13 +88,34 @@ def options(name: str, dtype: np.dtype, seq_q: int) -> dict:
         "mask": {"mask": np.ones((seq_q, LENGTH), bool)},
         "alibi": {"modifiers": (ALiBi(np.ones(HEADS, statistics)),)},
         "lengths": {"modifiers": (KeyLengths(np.ones(1, np.int32)),)},
+        "documents": {"modifiers": (Documents(np.ones(seq_q, np.int32), np.ones(LENGTH, np.int32)),)},
+        "blocks": {"modifiers": (BlockMask(np.ones((-(-seq_q // 16), LENGTH // 16), bool), 16),)},
         "negative-scale": {"scale": -1.0},
     }
-    if name != "everything":
+    if name == "sparse-causal":
+        return {"causal": True, "modifiers": (*single["documents"]["modifiers"], *single["blocks"]["modifiers"])}
+    if name not in ("everything", "sparse-everything"):
         return single[name]
     parts = [single[n] for n in ("causal", "window", "softcap", "bias", "mask")]
     modifiers = single["alibi"]["modifiers"] + single["lengths"]["modifiers"]
+    if name == "sparse-everything":
+        modifiers += single["documents"]["modifiers"] + single["blocks"]["modifiers"]
     return {**{key: x for part in parts for key, x in part.items()}, "modifiers": modifiers}
 
 
-OPTIONS = ("plain", "causal", "window", "softcap", "bias", "mask", "alibi", "lengths", "negative-scale", "everything")
+OPTIONS = (
+    "plain",
+    "causal",
+    "window",
+    "softcap",
+    "bias",
+    "mask",
+    "alibi",
+    "lengths",
+    "documents",
+    "blocks",
+    "sparse-causal",
+    "negative-scale",
+    "everything",
+    "sparse-everything",
+)

@@ -27,6 +27,8 @@ constexpr int kWarpWidth = Config::kChunk / Config::kQueryWarps, kWarpWidthV = C
 constexpr bool kSharesRows = Config::kQueryWarps > 1;
 constexpr int kDqWarpRows = Config::kBlockQ / (Config::kWarps / Config::kDqWarpColumns);
 constexpr int kDqWarpWidth = Config::kChunk / Config::kDqWarpColumns;
+// In turns every tile of queries is worked on, the hidden ones too: each walk over it passes the turn on.
+constexpr bool kPassesOver = Visibility::kHidesTiles && !Config::kDeterministic;
 constexpr bool kChunked = Config::kChunk < Config::kHeadDim || Config::kChunkV < Config::kHeadDimV;
 
 struct SharedStorage {
@@ -72,8 +74,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const Range queries = queries_seeing_any(p, place, keys);
   const Range walk = tiles_over<Config::kBlockQ>(queries);
   const int first = walk.begin, last = walk.end;
-  const int start = Config::kDeterministic ? last - 1 : first;
-  const int steps = last > first ? (last - first) * p.group : 0;
+  int steps = last > first ? (last - first) * p.group : 0;  // without the hidden ones that were passed over
   const int column = chunk * Config::kChunk, column_v = chunk * Config::kChunkV;
   const int head_dim = Config::kExact ? Config::kHeadDim : p.head_dim;  // known to the compiler where nothing is padded
   const int head_dim_v = Config::kExact ? Config::kHeadDimV : p.head_dim_v;
@@ -107,23 +108,32 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const ScoreFragment s_at(warp_key, warp_query);
   const auto as_it_is = [](int) { return 1.f; };
 
+  int start_head = first_head, start_tile = Config::kDeterministic ? last - 1 : first;
+  if constexpr (kPassesOver)
+    skip_hidden_queries<Config::kBlockQ>(p, place, keys, {first, last}, start_head, start_tile, steps);
   if (steps > 0) {
     const Range seen = keys_seen_by_any(p, place, {0, p.seq_q});
     copy_tile<Config::kThreads, Config::kAligned>(shared.k, matrix<const Element>(p.k, place.key_offset(p.k)),
                                                   keys.begin, seen, head_dim);
     copy_tile<Config::kThreads, Config::kAligned>(shared.v, matrix<const Element>(p.v, place.key_offset(p.v)),
                                                   keys.begin, seen, head_dim_v);
-    load_queries(first_head, start, 0);
-    load_dout(first_head, start, 0);
+    load_queries(start_head, start_tile, 0);
+    load_dout(start_head, start_tile, 0);
   }
-  place.head = first_head;
-  int query_tile = start, next_head = first_head, next_tile = start;
+  place.head = start_head;
+  int query_tile = start_tile, next_head = start_head, next_tile = start_tile;
   for (int step = 0; step < steps; ++step) {
     const int stage = Config::kStages == 2 ? step & 1 : 0, dout_stage = Config::kDoutStages == 2 ? step & 1 : 0;
-    const bool more = step + 1 < steps;
+    bool more = step + 1 < steps;
     if (Config::kDeterministic ? next_tile-- == first : ++next_tile == last) {
-      next_tile = start;
+      next_tile = Config::kDeterministic ? last - 1 : first;
       ++next_head;
+    }
+    if constexpr (kPassesOver) {
+      int left = steps - (step + 1);
+      skip_hidden_queries<Config::kBlockQ>(p, place, keys, {first, last}, next_head, next_tile, left);
+      steps = step + 1 + left;
+      more = left > 0;
     }
     cp_async_wait_group<0>();
     __syncthreads();  // this tile has arrived; the previous one, its P and dS are no longer read

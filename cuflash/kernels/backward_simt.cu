@@ -92,6 +92,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     const int passed = step % (last - first);
     return Config::kDeterministic ? last - 1 - passed : first + passed;
   };
+  // The first step from there on whose queries may see the keys.  In turns all are worked on: each passes the turn on.
+  const auto visible_from = [&](int step) {
+    if (Config::kDeterministic) return step;
+    int head = first_head + step / (last - first), tile = first + step % (last - first), left = steps - step;
+    skip_hidden_queries<Config::kBlockQ>(p, place, keys, {first, last}, head, tile, left);
+    return steps - left;
+  };
   const auto load_queries = [&](int step) {
     const int head = first_head + step / (last - first), row = tile_at(step) * Config::kBlockQ;
     const i64 q_at = place.batch_offset(p.q) + head * p.q.head,
@@ -107,15 +114,17 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   Real sums[kSums];  // dK or dV
   clear(sums);
 
-  if (steps > 0) {
+  const int first_step = steps > 0 ? visible_from(0) : 0;
+  if (first_step < steps) {
     const Range seen = keys_seen_by_any(p, place, {0, p.seq_q});
     copy_tile<Config::kThreads, Config::kAligned>(shared.k, source(p.k, place.key_offset(p.k), seen, p.head_dim),
                                                   keys.begin);
     copy_tile<Config::kThreads, Config::kAligned>(shared.v, source(p.v, place.key_offset(p.v), seen, p.head_dim_v),
                                                   keys.begin);
-    load_queries(0);
+    load_queries(first_step);
   }
-  for (int step = 0; step < steps; ++step) {
+  int next_step;
+  for (int step = first_step; step < steps; step = next_step) {
     place.head = first_head + step / (last - first);
     const Corner corner{tile_at(step) * Config::kBlockQ, keys.begin};
     const i64 line = (i64(batch_index) * p.heads_q + place.head) * p.rows_padded + corner.q;
@@ -163,7 +172,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
                                                                          shared.p.data, shared.dout.data);
     }
     __syncthreads();  // Q and dO are no longer read
-    if (step + 1 < steps) load_queries(step + 1);
+    next_step = step + 1 < steps ? visible_from(step + 1) : steps;
+    if (next_step < steps) load_queries(next_step);
 
     Real dq[QueryFragment::kSize];
     clear(dq);

@@ -136,6 +136,12 @@ def is_rich(problem: Problem) -> bool:
     return problem.scale <= 0 or any(m.kind in ("score", "mask") for m in problem.modifiers)
 
 
+def is_crowded(problem: Problem) -> bool:
+    """Whether a call has so many modifiers, some of them compiled for tested and for clear tiles, that little is left."""
+    looking = [m for m in problem.modifiers if m.kind != "range"]
+    return len(looking) >= 4 and any(m.knows_tiles() for m in looking)
+
+
 def forward_registers(problem: Problem, tile: tuning.ForwardTile, aligned: bool) -> int:
     """Registers that the accumulators, scores and kept queries of a warp may take.
 
@@ -166,7 +172,7 @@ def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit
 def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardMma:
     """The first tile of the table that fits."""
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
-    chunk = chunk_of(head_dim_v, MAX_CHUNK, STEP)
+    chunk = chunk_of(head_dim_v, MAX_CHUNK // 2 if is_crowded(problem) else MAX_CHUNK, STEP)
     head_dim_v = padded(head_dim_v, chunk)
     for tile in tuning.FORWARD_MMA:
         if tile.block_q > 64 and problem.seq_q <= 64:

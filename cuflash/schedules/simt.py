@@ -203,7 +203,9 @@ def convert(main: BackwardSimt) -> BackwardConvertSimt:
 
 def modifier_registers(problem: Problem) -> int:
     """Registers that the modifiers of a call take."""
-    single = MODIFIER * sum(m.kind != "range" for m in problem.modifiers) * (2 if problem.dtype == "float64" else 1)
+    # What knows tiles is compiled twice: for tiles whose elements are tested and for those that are clear.
+    count = sum(3 if m.knows_tiles() else 1 for m in problem.modifiers if m.kind != "range")
+    single = MODIFIER * count * (2 if problem.dtype == "float64" else 1)
     return single + (6 if problem.modifiers else 0)
 
 
@@ -235,6 +237,7 @@ def best_tensor_forward(
         # Scores weigh more than outputs: exponentials work on them.  Limits seen in builds without spills.
         pressure = row_blocks * (width + 3 * block_k // 2) + 16 * (row_blocks - 1)
         pressure += 0 if modifiers < MODIFIER else 6 if modifiers < 8 * MODIFIER else 20
+        pressure += (0 if modifiers < 16 * MODIFIER else 16) + (0 if aligned or modifiers < 12 * MODIFIER else 24)
         shared_bytes = config.shared_bytes(8)
         if pressure > 176 or shared_bytes > shared_limit or (config.block_q > max_q and warps * row_blocks > 1):
             continue

@@ -167,6 +167,8 @@ MIN_COMPILER = 1209  # older ones refuse a second -arch, which CuPy cannot be ke
 
 def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_backward: bool) -> str | None:
     """Why these kernels do not take the problem with arrays at these places, or None."""
+    if sparse := [m.name for m in problem.modifiers if m.knows_tiles()]:
+        return f"it does not pass over the tiles that {', '.join(sparse)} hides"
     changed = [m.name for m in problem.modifiers if m.kind in ("score", "mask")]
     widest = max(problem.head_dim, problem.head_dim_v)
     others = [name for name in changed if name != "softcap"]
