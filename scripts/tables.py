@@ -150,9 +150,9 @@ def support() -> str:
     differences = [
         (
             f"`{b.name}`",
-            b.summary,
+            f"{b.summary}; on request" if b.on_request else b.summary,
             f"{b.max_head_dim}",
-            "with `deterministic=True`" if b.deterministic_backward else "no",
+            "with `deterministic=True`",
         )
         for b in backends.BACKENDS
     ]
