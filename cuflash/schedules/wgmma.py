@@ -100,9 +100,10 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed]) -> str |
     """Why these kernels do not take the problem with arrays at these places, or None."""
     if 0 < device.compiler < MIN_COMPILER:
         return f"NVRTC {device.compiler // 100}.{device.compiler % 100} is older than 12.9"
-    if not problem.seq_k:
-        return "there are no keys to load"
+    if not (problem.batch_size and problem.seq_q and problem.seq_k):
+        return "an array is empty, which no tensor map describes"
     try:
+        forward(problem, device.shared_limit, True)
         for name in at:
             if name in tensormap.ARRAYS:
                 tensormap.describe(name, problem, at[name], 1)
