@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuflash import plan
-from cuflash.backends import described_device
+from cuflash.backends import BACKENDS, described_device
 from cuflash.modifiers import ALiBi, KeyLengths
 from cuflash.problem import describe
 from cuflash.variant import Variant
@@ -39,9 +39,10 @@ class Entry:
     options: str = "plain"
     aligned: bool = True
     seq_q: int = LENGTH
+    backend: str | None = None
 
     def variants(self) -> Iterator[Variant]:
-        """The kernels of its forward and backward."""
+        """The kernels of its forward, and of its backward where the backend that is asked for has one."""
         dtype = DTYPES[self.dtype]
         q, k, v, out = (
             self.place((1, HEADS, n, d))
@@ -58,10 +59,11 @@ class Entry:
         sums = {f"d{n}": np.zeros(x.shape, problem.accumulator) for n, x in call.operands.items() if n == "bias"}
         forward = plan.forward_arrays(call, out, lse)
         backward = plan.backward_arrays(call, out=out, lse=lse, dout=out, dq=q, dk=k, dv=v, **sums)
-        for step in (
-            *plan.plan_forward(problem, device, plan.places_of(problem, forward)).steps,
-            *plan.plan_backward(problem, device, plan.places_of(problem, backward)).steps,
-        ):
+        forward, backward = (plan.places_of(problem, arrays) for arrays in (forward, backward))
+        steps = plan.plan_forward(problem, device, forward, self.backend).steps
+        if all(row.has_backward for row in BACKENDS if row.name == self.backend):
+            steps += plan.plan_backward(problem, device, backward, requested=self.backend).steps
+        for step in steps:
             yield step.variant
 
     def place(self, shape: tuple[int, ...]) -> np.ndarray:
@@ -89,11 +91,18 @@ def options(name: str, dtype: np.dtype, seq_q: int) -> dict:
         "lengths": {"modifiers": (KeyLengths(np.ones(1, np.int32)),)},
         "negative-scale": {"scale": -1.0},
     }
-    if name != "everything":
-        return single[name]
-    parts = [single[n] for n in ("causal", "window", "softcap", "bias", "mask")]
-    modifiers = single["alibi"]["modifiers"] + single["lengths"]["modifiers"]
+    parts = [single[part] for part in TOGETHER.get(name, (name,))]
+    modifiers = tuple(m for part in parts for m in part.get("modifiers", ()))
     return {**{key: x for part in parts for key, x in part.items()}, "modifiers": modifiers}
 
 
+RANGES = ("causal", "window", "lengths")
+#: several options as one
+TOGETHER = {
+    "everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths"),
+    "ranges": RANGES,
+    "ranges-bias": (*RANGES, "bias"),
+    "ranges-mask": (*RANGES, "mask"),
+    "ranges-alibi": (*RANGES, "alibi"),
+}
 OPTIONS = ("plain", "causal", "window", "softcap", "bias", "mask", "alibi", "lengths", "negative-scale", "everything")

@@ -391,7 +391,9 @@ def test_kernels_without_a_bug_pass(case, tile, force):
             trial.run(kernel, source.build, seed)
 
 
-@pytest.mark.parametrize(("case", "tile"), sorted({(bug.case, bug.tile) for bug in MUTANTS if bug.case in HOPPER_CASES}))
+@pytest.mark.parametrize(
+    ("case", "tile"), sorted({(bug.case, bug.tile) for bug in MUTANTS if bug.case in HOPPER_CASES})
+)
 def test_hopper_kernels_without_a_bug_pass(case, tile, force):
     force(tile)
     trial = Trial(HOPPER_CASES[case])
