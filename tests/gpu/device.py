@@ -33,6 +33,13 @@ class Kind(NamedTuple):
     backend: str
     dtype: str
 
+    @property
+    def backward(self) -> str:
+        """Backend of the backward: the same, or the one that is chosen where it has none."""
+        if DRY or next(row for row in BACKENDS if row.name == self.backend).has_backward:
+            return self.backend
+        return next(row.name for row in BACKENDS if row.has_backward and self.dtype in row.capabilities)
+
     def __str__(self) -> str:
         return f"{self.backend}-{self.dtype}"
 
@@ -174,6 +181,7 @@ def check(device: Device, kind: Kind, case: Case, *, seed: int = 0, backward: bo
         assert out.flags.c_contiguous
         ratio = expectation.check_forward(device.get(canonical(out, case.layout)), device.get(lse))
         if backward:
+            options["backend"] = kind.backward
             gradients = cuflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
             ratio = max(ratio, expectation.check_backward(canonical_gradients(device, call, gradients)))
     device.check_inputs()

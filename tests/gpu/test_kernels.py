@@ -236,8 +236,9 @@ def test_out_and_lse_are_the_same_however_asked_for(device: Device, kind: Kind) 
         again, lse_again = cuflash.attention(q, k, v, return_lse=True, out=target, **options)
         assert again is target
         first, vjp = cuflash.attention_vjp(q, k, v, **options)
-        pulled = vjp(arrays["dout"], arrays["dlse"])
+        options["backend"] = kind.backward
         given = cuflash.attention_backward(arrays["dout"], q, k, v, out, lse, dlse=arrays["dlse"], **options)
+        pulled = vjp(arrays["dout"], arrays["dlse"]) if kind.backward == kind.backend else given
         results = [device.get(x) for x in (out, alone, target, first)]
         np.testing.assert_array_equal(device.get(lse), device.get(lse_again))
         for result in results[1:]:
@@ -284,6 +285,7 @@ def test_lse_gradient_is_optional(device: Device, kind: Kind) -> None:
     arrays, options = medium(device, kind)
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    options["backend"] = kind.backward
     none, zero, given = (
         cuflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
         for dlse in (None, device.xp.zeros_like(lse), arrays["dlse"])
@@ -338,6 +340,7 @@ def test_backward_gives_the_same_bits_every_time(device: Device, kind: Kind) -> 
     arrays, options = medium(device, kind, bias="hqk", seq_q=300, seq_k=400)
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    options["backend"] = kind.backward
 
     def bits(names: tuple[str, ...], deterministic: bool | None) -> bytes:
         gradients = cuflash.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
@@ -355,19 +358,20 @@ def test_backward_gives_the_same_bits_every_time(device: Device, kind: Kind) -> 
 def offers_determinism(kind: Kind) -> bool:
     from cuflash.backends import BACKENDS
 
-    return next(row for row in BACKENDS if row.name == kind.backend).deterministic_backward
+    return next(row for row in BACKENDS if row.name == kind.backward).deterministic_backward
 
 
 def test_an_item_alone_gives_what_it_gives_in_a_batch(device: Device, kind: Kind) -> None:
     arrays, options = medium(device, kind, batch=(5,), seq_q=200, seq_k=300)
     out, lse = cuflash.attention(arrays["q"], arrays["k"], arrays["v"], return_lse=True, **options)
-    whole = cuflash.attention_backward(arrays["dout"], arrays["q"], arrays["k"], arrays["v"], out, lse, **options)
+    backward = {**options, "backend": kind.backward}
+    whole = cuflash.attention_backward(arrays["dout"], arrays["q"], arrays["k"], arrays["v"], out, lse, **backward)
     for i in range(5):
         q, k, v, dout = (arrays[name][i : i + 1] for name in ("q", "k", "v", "dout"))
         out_i, lse_i = cuflash.attention(q, k, v, return_lse=True, **options)
         np.testing.assert_array_equal(device.get(out_i)[0], device.get(out)[i])
         np.testing.assert_array_equal(device.get(lse_i)[0], device.get(lse)[i])
-        alone = cuflash.attention_backward(dout, q, k, v, out_i, lse_i, **options)
+        alone = cuflash.attention_backward(dout, q, k, v, out_i, lse_i, **backward)
         for name in ("dk", "dv"):
             np.testing.assert_array_equal(device.get(getattr(alone, name))[0], device.get(getattr(whole, name))[i])
 
