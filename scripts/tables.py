@@ -148,7 +148,7 @@ def support() -> str:
         lines.append((GPUS.get(capability, "-"), f"sm_{capability}", *cells))
     lines.append(("none", "host", *["`numpy`"] * len(DTYPES)))
     differences = [
-        (f"`{b.name}`", b.summary, f"{b.max_head_dim}", "yes" if b.deterministic_backward else "no")
+        (f"`{b.name}`", b.summary, f"{b.max_head_dim}", repeats(b))
         for b in backends.BACKENDS
     ]
     differences.append(("`numpy`", "tiles in NumPy", "any", "yes"))
@@ -156,6 +156,11 @@ def support() -> str:
     return "\n\n".join(
         [markdown(("GPU", "architecture", *DTYPES), lines, left=6), markdown(header, differences, left=4)]
     )
+
+
+def repeats(backend: backends.Backend) -> str:
+    """Whether a backend's backward gives the same bits every time, if it has one."""
+    return "-" if not backend.has_backward else "yes" if backend.deterministic_backward else "no"
 
 
 def problem_of(dtype: str) -> Problem:
