@@ -147,10 +147,7 @@ def support() -> str:
                 cells.append("-")
         lines.append((GPUS.get(capability, "-"), f"sm_{capability}", *cells))
     lines.append(("none", "host", *["`numpy`"] * len(DTYPES)))
-    differences = [
-        (f"`{b.name}`", b.summary, f"{b.max_head_dim}", repeats(b))
-        for b in backends.BACKENDS
-    ]
+    differences = [(f"`{b.name}`", b.summary, f"{b.max_head_dim}", repeats(b)) for b in backends.BACKENDS]
     differences.append(("`numpy`", "tiles in NumPy", "any", "yes"))
     header = ("backend", "what it is", "largest head size", "backward repeats bit for bit")
     return "\n\n".join(
