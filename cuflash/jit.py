@@ -24,9 +24,9 @@ from cuflash.variant import Variant
 OPTIONS = ("--std=c++17",)
 
 
-def options(variant: Variant, capability: int) -> tuple[str, ...]:
+def options(target: str, capability: int) -> tuple[str, ...]:
     """Compiler options of a kernel; CuPy adds the architecture, without the suffix that some instructions need."""
-    return (*OPTIONS, f"-arch=sm_{capability}{variant.target}") if variant.target else OPTIONS
+    return (*OPTIONS, f"-arch=sm_{capability}{target}") if target else OPTIONS
 
 
 _kernels: dict[tuple[Variant, int], Kernel] = {}
@@ -84,7 +84,7 @@ def _raw_kernel(code: str, variant: Variant, device: int) -> Any:
     entry = variant.entry
     capability = int(cupy.cuda.Device(device).compute_capability)
     try:
-        raw = cupy.RawModule(code=code, options=options(variant, capability)).get_function(entry)
+        raw = cupy.RawModule(code=code, options=options(variant.target, capability)).get_function(entry)
         raw.compile()
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(f"{entry} did not compile:\n{error}", variant=entry, log=str(error), source=code) from error

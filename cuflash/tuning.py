@@ -32,7 +32,7 @@ class BackwardTile(NamedTuple):
 
 
 class ForwardWgmmaTile(NamedTuple):
-    """Tile of forward_wgmma.cu, for head sizes and query lengths up to a limit."""
+    """Tile of forward_wgmma.cu, for head sizes, query lengths and weights of modifiers up to a limit."""
 
     max_head_dim: int
     block_q: int
@@ -42,6 +42,7 @@ class ForwardWgmmaTile(NamedTuple):
     continuous: bool
     takes_turns: bool = True
     max_seq_q: int = 1 << 31
+    max_weight: int = 1 << 31  # schedules/wgmma.py, `weight`
 
 
 FORWARD_MMA = (
@@ -80,11 +81,14 @@ BACKWARD_MMA = (
 )
 
 FORWARD_WGMMA = (
-    ForwardWgmmaTile(64, 256, 64, 6, 2, continuous=True, max_seq_q=4096),
-    ForwardWgmmaTile(64, 192, 128, 4, 2, continuous=False),
-    ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True),
-    ForwardWgmmaTile(192, 128, 128, 2, 1, continuous=False),
-    ForwardWgmmaTile(192, 128, 96, 2, 1, continuous=False),
-    ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, takes_turns=False),
-    ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False, takes_turns=False),
+    ForwardWgmmaTile(64, 256, 64, 6, 2, continuous=True, max_seq_q=4096, max_weight=3),
+    ForwardWgmmaTile(64, 192, 128, 4, 2, continuous=False, max_weight=7),
+    ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_weight=9),
+    ForwardWgmmaTile(128, 128, 64, 3, 2, continuous=True),
+    ForwardWgmmaTile(192, 128, 128, 2, 1, continuous=False, max_weight=9),
+    ForwardWgmmaTile(192, 128, 96, 2, 1, continuous=False, max_weight=9),
+    ForwardWgmmaTile(192, 128, 64, 2, 1, continuous=False),
+    ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, takes_turns=False, max_weight=7),
+    ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False, takes_turns=False, max_weight=13),
+    ForwardWgmmaTile(256, 128, 16, 2, 1, continuous=False, takes_turns=False),
 )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field, replace
 
 import pytest
+
+from cuflash import source
+from cuflash.variant import Variant
 
 try:
     from cupy.cuda import nvrtc
@@ -34,6 +36,7 @@ class Report:
     stack_bytes: int
     spilled_bytes: int
     complaints: tuple[str, ...]  # warnings of the compiler, and notes of the assembler on slow code
+    cubin: bytes = field(default=b"", repr=False)
 
     @property
     def clean(self) -> bool:
@@ -50,20 +53,25 @@ class CompilationError(Exception):
     """The compiler refused the source; the text is its log."""
 
 
-@cache
-def arch_options(arch: int) -> tuple[str, ...]:
-    return (*jit.OPTIONS, f"-arch=sm_{arch}", *ADDED)
+def compile_variant(variant: Variant, arch: int) -> Report:
+    """Compile the kernel of a variant as the library does."""
+    return compile_source(source.build(variant), arch, variant.target)
 
 
-def compile_source(text: str, arch: int) -> Report:
-    """Compile one kernel's source; CompilationError with the log if it is refused."""
+def compile_source(text: str, arch: int, target: str = "") -> Report:
+    """Compile one kernel's source; CompilationError with the log if it is refused.
+
+    `target` is the suffix of the architecture (cuflash/variant.py); CuPy names the one without it as well.
+    """
+    options = (*jit.options(target, arch), f"-arch=sm_{arch}", *ADDED)
     program = nvrtc.createProgram(text, "kernel.cu", (), ())
     try:
         try:
-            nvrtc.compileProgram(program, arch_options(arch))
+            nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError:
             raise CompilationError(nvrtc.getProgramLog(program)) from None
-        return report(nvrtc.getProgramLog(program))
+        # Without the byte behind it that the bindings cut off.
+        return replace(report(nvrtc.getProgramLog(program)), cubin=nvrtc.getCUBIN(program) + b"\0")
     finally:
         nvrtc.destroyProgram(program)
 

@@ -9,18 +9,24 @@ instructions and differ in shared memory, which decides the tile, so sizes at wh
 """
 
 import os
+import re
+import shutil
+import subprocess
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
-from cuflash import source
+from cuflash import jit, source
 from cuflash.errors import UnsupportedError
+from cuflash.schedules import wgmma
 from cuflash.variant import Variant
 from tests import nvrtc
 from tests.cases import DTYPES
-from tests.variants import ARCHS, HEAD_SIZES, OPTIONS, Entry
+from tests.variants import ARCHS, HEAD_SIZES, LENGTH, OPTIONS, TOGETHER, Entry
 
 FULL = os.environ.get("CUFLASH_FULL_MATRIX") == "1"
 
@@ -35,6 +41,16 @@ REFUSED = {
 }
 
 
+HALVES = ("float16", "bfloat16")
+HOPPER_SIZES = (*(sizes for sizes in HEAD_SIZES if max(sizes) <= wgmma.MAX_HEAD_DIM), (192, 192))
+LONG = 5000  # queries: longer calls have other tiles
+
+
+def hopper(dtype: str, sizes: tuple[int, int], option: str, seq_q: int = LENGTH) -> Entry:
+    """A call that asks for Hopper's own kernels."""
+    return Entry(90, dtype, *sizes, option, seq_q=seq_q, backend="wgmma")
+
+
 def entries() -> Iterator[Entry]:
     """The calls of the matrix."""
     if FULL:
@@ -43,6 +59,9 @@ def entries() -> Iterator[Entry]:
                 yield Entry(arch, dtype, *sizes, option, aligned)
                 yield Entry(arch, dtype, *sizes, option, aligned, seq_q=1)
                 yield Entry(arch, dtype, *sizes, option, aligned, deterministic=True)
+        for dtype, sizes, option in product(HALVES, HOPPER_SIZES, (*OPTIONS, *TOGETHER)):
+            yield hopper(dtype, sizes, option)
+            yield hopper(dtype, sizes, option, seq_q=LONG)
         return
     for (arch, dtype), sizes in product(((90, "bfloat16"), (75, "float16")), HEAD_SIZES):
         for option in ("plain", "causal", "everything"):
@@ -77,6 +96,17 @@ def entries() -> Iterator[Entry]:
         for arch, dtype in ((75, "float16"), (80, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64")):
             yield Entry(arch, dtype, size, size, option)
             yield Entry(arch, dtype, size, size, option, aligned=False)
+    # What takes the most registers of each tile; what many modifiers take is much the same for all head sizes.
+    for sizes, option in product(HOPPER_SIZES, ("plain", "causal")):
+        yield hopper("bfloat16", sizes, option)
+    for sizes, option in product(((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)), ("ranges", "alibi")):
+        yield hopper("bfloat16", sizes, option)
+    for sizes in ((64, 64), (256, 256)):
+        yield hopper("bfloat16", sizes, "everything")
+    for sizes, option in product(((64, 64), (16, 16)), ("plain", "causal", "ranges")):
+        yield hopper("bfloat16", sizes, option, seq_q=LONG)
+    for sizes, seq_q in (((64, 64), LENGTH), ((64, 64), LONG), ((128, 128), LENGTH), ((256, 256), LENGTH)):
+        yield hopper("float16", sizes, "causal", seq_q=seq_q)
 
 
 def matrix() -> list:
@@ -99,7 +129,7 @@ def matrix() -> list:
 
 @pytest.mark.parametrize(("arch", "variant"), matrix())
 def test_compiles_well(arch, variant):
-    report = nvrtc.compile_source(source.build(variant), arch)
+    report = nvrtc.compile_variant(variant, arch)
     assert report.clean, f"{variant} on sm_{arch}: {report}"
     limit = 65536 // (variant.config.threads * getattr(variant.config, "blocks_per_sm", 1))
     assert report.registers <= limit, (
@@ -155,3 +185,61 @@ def test_a_warning_is_seen():
     report = nvrtc.compile_source('extern "C" __global__ void f(int* x) { int unused = 3; *x = 1; }', 80)
     assert report.complaints
     assert not report.clean
+
+
+# ---- Hopper's own kernels ----------------------------------------------------------------------------------------------
+#: of the machine code: products, copies in and out, registers given away
+HOPPER_INSTRUCTIONS = ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")
+
+
+def hopper_variant(**fields) -> Variant:
+    """The forward for heads of 64 elements."""
+    (variant,) = hopper("bfloat16", (64, 64), "plain", **fields).variants()
+    return variant
+
+
+def test_hopper_kernels_are_compiled_for_its_own_instructions():
+    assert "-arch=sm_90a" in jit.options(hopper_variant().target, 90)
+    for variant in Entry(90, "bfloat16", 64, 64).variants():
+        assert jit.options(variant.target, 90) == jit.OPTIONS
+    with pytest.raises(nvrtc.CompilationError, match="wgmma"):
+        nvrtc.compile_source(source.build(hopper_variant()), 90)
+
+
+def test_hopper_kernels_are_what_the_machine_has(tmp_path):
+    """The machine code holds the instructions that the kernel is named for, and products that stay in flight."""
+    disassembler = find_disassembler()
+    if disassembler is None:
+        pytest.skip("no cuobjdump (package nvidia-cuda-cuobjdump): the machine code cannot be read")
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(nvrtc.compile_variant(hopper_variant(), 90).cubin)
+    text = subprocess.run([disassembler, "-sass", path], capture_output=True, text=True, check=True).stdout
+    assert "sm_90a" in text
+    for instruction in HOPPER_INSTRUCTIONS:
+        assert instruction in text, f"{instruction} is not in the machine code"
+    assert not re.search(r"\b(STL|LDL|HMMA)\b", text)
+    assert re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", text), "no product runs under the softmax"
+
+
+def find_disassembler() -> str | None:
+    """Path of cuobjdump: on PATH, or where its package puts it."""
+    packages = Path(sysconfig.get_path("purelib"), "nvidia")
+    return shutil.which("cuobjdump") or next(map(str, sorted(packages.glob("*/bin/cuobjdump"))), None)
+
+
+def test_products_that_are_taken_one_by_one_are_seen():
+    """The assembler's note that it waits for each product, which costs most of the speed and changes no result."""
+    text = source.build(hopper_variant())
+    old = "wgmma_fence();\n      issue_output();"
+    assert old in text
+    report = nvrtc.compile_source(text.replace(old, "issue_output();\n      if (p.seq_k == 3) return;", 1), 90, "a")
+    assert any("wgmma" in complaint for complaint in report.complaints), report
+    assert not report.clean
+
+
+@pytest.mark.parametrize("code", [7505, 7508, 7510, 7511, 7512, 7514, 7515, 7517, 7520])
+def test_every_note_on_products_is_a_complaint(code):
+    """Those of the assembler on serialised wgmma, ignored register counts and injected waits, by number."""
+    log = "ptxas info    : 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nptxas info    : Used 8 registers\n"
+    assert nvrtc.report(log).clean
+    assert not nvrtc.report(f"ptxas info    : (C{code}) something in function 'f'\n{log}").clean

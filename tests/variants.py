@@ -7,6 +7,7 @@ import numpy as np
 
 from cuflash import plan
 from cuflash.backends import described_device
+from cuflash.errors import UnsupportedError
 from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
 from cuflash.problem import describe
 from cuflash.variant import Variant
@@ -40,6 +41,7 @@ class Entry:
     aligned: bool = True
     seq_q: int = LENGTH
     deterministic: bool = False
+    backend: str | None = None
 
     def variants(self) -> Iterator[Variant]:
         """The kernels of its forward and backward."""
@@ -59,10 +61,14 @@ class Entry:
         sums = {f"d{n}": np.zeros(x.shape, problem.accumulator) for n, x in call.operands.items() if n == "bias"}
         forward = plan.forward_arrays(call, out, lse)
         backward = plan.backward_arrays(call, out=out, lse=lse, dout=out, dq=q, dk=k, dv=v, **sums)
-        for step in (
-            *plan.plan_forward(problem, device, plan.places_of(problem, forward)).steps,
-            *plan.plan_backward(problem, device, plan.places_of(problem, backward), self.deterministic).steps,
-        ):
+        forward, backward = (plan.places_of(problem, arrays) for arrays in (forward, backward))
+        steps = plan.plan_forward(problem, device, forward, self.backend).steps
+        try:
+            steps += plan.plan_backward(problem, device, backward, self.deterministic, self.backend).steps
+        except UnsupportedError:
+            if self.backend != "wgmma":  # whose backward leaves some modifiers to mma
+                raise
+        for step in steps:
             yield step.variant
 
     def place(self, shape: tuple[int, ...]) -> np.ndarray:
@@ -92,17 +98,22 @@ def options(name: str, dtype: np.dtype, seq_q: int) -> dict:
         "blocks": {"modifiers": (BlockMask(np.ones((-(-seq_q // 16), LENGTH // 16), bool), 16),)},
         "negative-scale": {"scale": -1.0},
     }
-    if name == "sparse-causal":
-        return {"causal": True, "modifiers": (*single["documents"]["modifiers"], *single["blocks"]["modifiers"])}
-    if name not in ("everything", "sparse-everything"):
-        return single[name]
-    parts = [single[n] for n in ("causal", "window", "softcap", "bias", "mask")]
-    modifiers = single["alibi"]["modifiers"] + single["lengths"]["modifiers"]
-    if name == "sparse-everything":
-        modifiers += single["documents"]["modifiers"] + single["blocks"]["modifiers"]
+    parts = [single[part] for part in TOGETHER.get(name, (name,))]
+    modifiers = tuple(m for part in parts for m in part.get("modifiers", ()))
     return {**{key: x for part in parts for key, x in part.items()}, "modifiers": modifiers}
 
 
+RANGES = ("causal", "window", "lengths")
+#: several options as one
+TOGETHER = {
+    "everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths"),
+    "sparse-causal": ("causal", "documents", "blocks"),
+    "sparse-everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths", "documents", "blocks"),
+    "ranges": RANGES,
+    "ranges-bias": (*RANGES, "bias"),
+    "ranges-mask": (*RANGES, "mask"),
+    "ranges-alibi": (*RANGES, "alibi"),
+}
 OPTIONS = (
     "plain",
     "causal",

@@ -200,8 +200,9 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       const int begin = block * Config::kBlockK, end = min(begin + Config::kBlockK, p.seq_k);
       if (begin >= alive.begin && end <= alive.end) return;
       v_at.wait_full(shared.values);
-      clear_rows_outside<kGroups * kWarpgroupThreads>(
-          shared.v[v_at.slot], Range{alive.begin - begin, alive.end - begin}, group * kWarpgroupThreads + thread);
+      clear_rows_outside<kGroups * kWarpgroupThreads>(shared.v[v_at.slot],
+                                                      Range{alive.begin - begin, alive.end - begin},
+                                                      recomputed(int(threadIdx.x) - kWarpgroupThreads));
       fence_proxy_async();
       bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
     }

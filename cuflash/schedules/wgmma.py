@@ -21,6 +21,7 @@ STEP = 16  # depth of one wgmma
 GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
 CACHED_BYTES = 32 << 20  # keys and values that should stay in the second-level cache
+SCORED = 8  # weight of what looks at single scores
 FULL_SECTION = 16  # heads at once without a causal mask: more pay only for balance
 
 #: registers per thread of the producer and of each consumer, by consumers: together at most what the launch reserves
@@ -167,6 +168,10 @@ MIN_COMPILER = 1209  # older ones refuse a second -arch, which CuPy cannot be ke
 
 def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_backward: bool) -> str | None:
     """Why these kernels do not take the problem with arrays at these places, or None."""
+    if 0 < device.compiler < MIN_COMPILER:
+        return f"NVRTC {device.compiler // 100}.{device.compiler % 100} is older than 12.9"
+    if not (problem.batch_size and problem.seq_q and problem.seq_k):
+        return "an array is empty, which no tensor map describes"
     if sparse := [m.name for m in problem.modifiers if m.knows_tiles()]:
         return f"it does not pass over the tiles that {', '.join(sparse)} hides"
     changed = [m.name for m in problem.modifiers if m.kind in ("score", "mask")]
@@ -184,12 +189,23 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
     return None
 
 
+def weight(problem: Problem) -> int:
+    """What the modifiers take of the registers: intervals of keys their few numbers, what looks at single scores far more.
+
+    The limits in the table are those up to which the compiler's reports show no spill (tests/test_compile_matrix.py).
+    """
+    weights = [len(m.fields) if m.kind == "range" else SCORED for m in problem.modifiers]
+    return sum(weights) + (SCORED if problem.scale <= 0 else 0)
+
+
 def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
-    """The first tile of the table that takes the head sizes and fits."""
+    """The first tile of the table that takes the head sizes, leaves registers for the modifiers, and fits."""
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
     wide_out = tiles(head_dim_v, PANEL_COLUMNS) > tiles(head_dim, PANEL_COLUMNS)  # more than the queries' place holds
     for tile in tuning.FORWARD_WGMMA:
         if max(head_dim, head_dim_v) > tile.max_head_dim or problem.seq_q > tile.max_seq_q:
+            continue
+        if weight(problem) > tile.max_weight:
             continue
         groups = tile.block_q // GROUP_ROWS
         producer, consumer = REGISTERS[groups]

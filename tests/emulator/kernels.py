@@ -238,19 +238,28 @@ SEEDS = range(6)  # every pace of asynchronous work
 def check(case: Case, device: Device | int, seeds: Iterable[int] = SEEDS, **options: Any) -> None:
     """Run a case forward and backward under each schedule and judge the results by the project's tolerance.
 
-    The backward is given the forward's own output and log-sum-exp.
+    The backward is given the forward's own output and log-sum-exp; `with_backward=False` leaves it out.
     """
     call, dout, dlse = case.call()
     check_call(call, dout, dlse, device, seeds, **options)
 
 
 def check_call(
-    call: Call, dout: Any, dlse: Any, device: Device | int, seeds: Iterable[int] = SEEDS, **options: Any
+    call: Call,
+    dout: Any,
+    dlse: Any,
+    device: Device | int,
+    seeds: Iterable[int] = SEEDS,
+    *,
+    with_backward: bool = True,
+    **options: Any,
 ) -> None:
     """The same for a call."""
-    expectation = Expectation(call, dout, dlse)
+    expectation = Expectation(call, *((dout, dlse) if with_backward else ()))
     for seed in seeds:
         out, lse = forward(call, device, seed, **options)
         expectation.check_forward(out, lse)
+        if not with_backward:
+            continue
         gradients = backward(call, out, lse, dout, dlse, device, seed, **options)
         expectation.check_backward(gradients)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from cuflash import problem, source, tuning
+from cuflash.backends import described_device
+from cuflash.schedules import wgmma
 from cuflash.variant import Variant
 from tests.cases import Case
 from tests.emulator import Mutant, examine, kernels
@@ -34,6 +36,18 @@ CASES = {
     "turns of chunks": Case("turns of chunks", "float16", batch=(), heads_q=1, heads_k=1, seq_k=70, head_dim=160,
                             head_dim_v=120),
 }  # fmt: skip
+HOPPER = tuning.ForwardWgmmaTile(max_head_dim=256, block_q=128, block_k=32, stages=2, query_stages=2, continuous=True)
+HOPPER_TILES = {
+    "continuous": HOPPER,
+    "two tiles": HOPPER._replace(continuous=False),
+    "one tile": HOPPER._replace(continuous=False, query_stages=1),
+}
+HOPPER_CASES = {
+    # three tiles of queries, the last of 14 rows; up to five blocks of keys, the last of which ends inside; NaN behind it
+    "long": Case("long", "float16", heads_q=3, heads_k=1, seq_q=270, seq_k=150, window=(100, 0), lengths=(150, 37)),
+    "late": Case("late", "float16", seq_q=141, seq_k=110, values="dominant key late", scale=2.0, lengths=(110, 70)),
+    "wide": Case("wide", "float16", seq_q=141, seq_k=70, head_dim=136, head_dim_v=88, window=(60, 0), lengths=(70, 40)),
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,10 @@ class Sown:
 
     def __str__(self) -> str:
         return f"{self.mutant.kernel}-{self.mutant.description}".replace(" ", "_")
+
+
+def hopper(description: str, old: str, new: str, case: str = "long", tile: str = "continuous", count: int = 1):
+    return Sown(Mutant("forward_wgmma", description, old, new, count), case, tile)
 
 
 def sown(kernel: str, description: str, old: str, new: str, case: str = "padded", tile: str = "two stages", count=1):
@@ -167,6 +185,164 @@ MUTANTS = [
     sown("forward_mma", "rows are mistaken in the reduction",
          "return max_of(x, __shfl_xor_sync(0xffffffffu, x, 2));", "return max_of(x, __shfl_xor_sync(0xffffffffu, x, 4));", case="growing"),
 ]  # fmt: skip
+# Of Hopper the emulator cannot show: pins, which bind the compiler alone; a missing fence.mbarrier_init, since barriers exist
+# at once; the order of ordinary stores and an arrival of the same thread.
+MUTANTS += [
+    # ---- what is used before it is there
+    hopper("the first keys are not waited for",
+           "k_at.wait_full(shared.keys); wgmma_fence(); issue_scores(); wgmma_wait_group<0>(); pin(s); release_keys(); softmax_step(softmax, work, work.last - 1); for",
+           "wgmma_fence(); issue_scores(); wgmma_wait_group<0>(); pin(s); release_keys(); softmax_step(softmax, work, work.last - 1); for"),
+    hopper("keys are not waited for",
+           "clean_values(work, block + 1); k_at.wait_full(shared.keys);", "clean_values(work, block + 1);"),
+    hopper("the next tile's keys are not waited for",
+           "if (tile >= 0) k_at.wait_full(shared.keys);", ""),
+    hopper("values are not waited for",
+           "v_at.wait_full(shared.values); wgmma_fence(); issue_output(); if (Config::kTakesTurns) turns.pass(); wgmma_wait_group<1>(); pin(s); release_keys();",
+           "wgmma_fence(); issue_output(); if (Config::kTakesTurns) turns.pass(); wgmma_wait_group<1>(); pin(s); release_keys();", case="late"),
+    hopper("the last values are not waited for",
+           "v_at.wait_full(shared.values); wgmma_fence(); issue_output(); if (Config::kTakesTurns) turns.pass(); wgmma_wait_group<1>(); pin(s); if",
+           "wgmma_fence(); issue_output(); if (Config::kTakesTurns) turns.pass(); wgmma_wait_group<1>(); pin(s); if", case="late"),
+    hopper("the last values are not waited for between tiles",
+           "v_at.wait_full(shared.values); pin(probabilities);", "pin(probabilities);", case="late", tile="two tiles"),
+    hopper("values are cleaned before they arrive",
+           "return; v_at.wait_full(shared.values);", "return;"),
+    hopper("queries are not waited for",
+           "q_at.wait_full(shared.queries);", ""),
+    hopper("a wait has the wrong parity",
+           "mbarrier_wait(full(channel), phase);", "mbarrier_wait(full(channel), phase ^ 1);"),
+    hopper("the parity stays",
+           "phase ^= 1;", ""),
+    hopper("scores are read before they are there",
+           "wgmma_wait_group<1>(); pin(s); release_keys();", "pin(s); release_keys();"),
+    hopper("the first scores are read before they are there",
+           "issue_scores(); wgmma_wait_group<0>();", "issue_scores();", tile="continuous"),
+    hopper("the last scores of a tile are read before they are there",
+           "wgmma_wait_group<1>(); pin(s); if", "pin(s); if"),
+    hopper("the output is rescaled while it is made",
+           "wgmma_wait_group<0>(); pin(o); pin(probabilities); release_values(); probabilities.pack<Element>(s); if (moved) Softmax::rescale<OutFragment>(o, alpha);",
+           "if (moved) Softmax::rescale<OutFragment>(o, alpha); wgmma_wait_group<0>(); pin(o); pin(probabilities); release_values(); probabilities.pack<Element>(s);", case="late"),
+    hopper("probabilities are replaced while they are multiplied",
+           "wgmma_wait_group<0>(); pin(o); pin(probabilities); release_values(); probabilities.pack<Element>(s);",
+           "probabilities.pack<Element>(s); wgmma_wait_group<0>(); pin(o); pin(probabilities); release_values();"),
+    hopper("the output is stored while it is made",
+           "wgmma_wait_group<0>(); pin(o); pin(probabilities); release_values(); store(done, done_tile); if",
+           "release_values(); store(done, done_tile); wgmma_wait_group<0>(); if"),
+    hopper("the output is stored while it is made between tiles",
+           "wgmma_wait_group<0>(); pin(o); pin(probabilities); release_values(); store(done, done_tile); q_at",
+           "release_values(); store(done, done_tile); wgmma_wait_group<0>(); q_at", tile="two tiles"),
+    hopper("registers are not handed to the products",
+           "pin(probabilities); wgmma_fence(); issue_scores(); v_at", "pin(probabilities); issue_scores(); v_at"),
+    hopper("the barriers are used before they exist",
+           "__syncthreads(); const int group", "const int group"),
+    # ---- what is given back or overwritten too early, or never
+    hopper("keys are overwritten while they are read", "k_at.wait_empty(shared.keys);", ""),
+    hopper("values are overwritten while they are read", "v_at.wait_empty(shared.values);", "", case="late"),
+    hopper("queries are overwritten while they are read", "q_at.wait_empty(shared.queries);", ""),
+    hopper("a slot is free the other way round", "phase ^ 1);", "phase);"),
+    hopper("keys are given back before they are read",
+           "wgmma_wait_group<1>(); pin(s); release_keys();", "release_keys(); wgmma_wait_group<1>(); pin(s);"),
+    hopper("values are given back before they are read",
+           "wgmma_wait_group<0>(); pin(o); pin(probabilities); release_values(); probabilities",
+           "release_values(); wgmma_wait_group<0>(); pin(o); pin(probabilities); probabilities"),
+    hopper("queries are given back before they are read",
+           "if (Config::kTakesTurns) turns.open(); int tile = next_tile();",
+           "if (Config::kTakesTurns) turns.open(); int tile = next_tile(); release_queries();"),
+    hopper("queries are given back before the output has left their place",
+           "if (!Config::kSeparateOut) cp_async_bulk_wait_group_read<0>();", "", tile="one tile"),
+    hopper("queries are given back before the output lies in their place",
+           "softmax.finish(); OutTile& out", "softmax.finish(); if (!Config::kSeparateOut) release_queries(); OutTile& out", tile="one tile"),
+    hopper("queries are never given back", "if (Config::kSeparateOut) release_queries();", ""),
+    hopper("values are never given back",
+           "release_values(); store(done, done_tile); if", "v_at.advance(); store(done, done_tile); if"),
+    hopper("every thread gives keys back",
+           "if (elected) k_at.release(shared.keys);", "k_at.release(shared.keys);"),
+    hopper("one warpgroup gives keys back for all", "shared.keys.init(kGroups);", "shared.keys.init(1);"),
+    hopper("one warpgroup gives queries back for all", "shared.queries.init(kGroups);", "shared.queries.init(1);"),
+    # ---- the producer
+    hopper("a tile has no number", "shared.tile[q_at.slot] = from.tile;", ""),
+    hopper("the end is not told", "mbarrier_arrive(full);", ";"),
+    hopper("the last values of a tile are not loaded",
+           "if (next.tile >= 0) load_k(next, next.last - 1); load_v(now, now.first); } else",
+           "if (next.tile >= 0) load_k(next, next.last - 1); } else"),
+    hopper("values are those of the block of keys", "load_v(now, block + 1);", "load_v(now, block);"),
+    hopper("half of a tile is announced", "expect_tx(barrier, Tile::kBytes)", "expect_tx(barrier, Tile::kBytes / 2)"),
+    hopper("every head has its own keys",
+           "{0, block * Config::kBlockK, from.head_k, from.batch}", "{0, block * Config::kBlockK, from.head, from.batch}", count=2),
+    hopper("the producer keeps its registers", "setmaxnreg_dec<Config::kProducerRegisters>();", ""),
+    # ---- tiles
+    hopper("a tile is passed over", "index += gridDim.x;", "index += gridDim.x + 1;"),
+    hopper("the last block of keys is forgotten",
+           "tiles_of(seen.end, Config::kBlockK)", "seen.end / Config::kBlockK"),
+    hopper("the first block of keys is forgotten",
+           "first = seen.begin / Config::kBlockK;", "first = tiles_of(seen.begin, Config::kBlockK);"),
+    hopper("the last heads pass for a whole section",
+           "min(p.section, heads - first_head)", "p.section"),
+    hopper("the output of a tile begins with that of the one before", "clear(o);", ""),
+    hopper("sums of a tile begin with those of the one before", "softmax = Softmax();", ""),
+    hopper("scores are those of the tile before", "q_at.advance(); tile = next_tile(); if (tile >= 0) k_at", "tile = next_tile(); if (tile >= 0) k_at"),
+    hopper("the positions are those of the tile before",
+           "work = Work(p, tile); softmax_step", "softmax_step"),
+    # ---- turns and barriers of warpgroups
+    hopper("no warpgroup has the first turn", "if (Config::kTakesTurns) turns.open();", ""),
+    hopper("a turn is passed twice",
+           "turns.pass(); wgmma_wait_group<1>(); pin(s); release_keys();", "turns.pass(); turns.pass(); wgmma_wait_group<1>(); pin(s); release_keys();"),
+    hopper("a turn is not passed",
+           "if (Config::kTakesTurns) turns.pass(); wgmma_wait_group<1>(); pin(s); release_keys();", "wgmma_wait_group<1>(); pin(s); release_keys();"),
+    hopper("values are multiplied before all have cleaned them",
+           "bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);", ""),
+    hopper("cleaned values are not told to the products",
+           "fence_proxy_async(); bar_sync(kAllBarrier", "bar_sync(kAllBarrier"),
+    hopper("values that nobody sees are not cleaned",
+           "if constexpr (Visibility::kNarrows) {", "if constexpr (false) {"),
+    hopper("a row too few is cleaned",
+           "row >= valid.begin && row < valid.end", "row >= valid.begin && row <= valid.end"),
+    hopper("only the first panel of values is cleaned",
+           "tile.address() + panel * Tile::kPanelBytes + row * kPanelRowBytes + chunk", "tile.address() + row * kPanelRowBytes + chunk", case="wide", tile="one tile"),
+    hopper("the output is overwritten while it is stored",
+           "if (elected && storing) cp_async_bulk_wait_group_read<0>();", ""),
+    hopper("others overwrite the output while it is stored",
+           "storing = true; bar_sync(kGroupBarrier + group, kWarpgroupThreads);", "storing = true;"),
+    hopper("the output is stored before all have written it",
+           "fence_proxy_async(); bar_sync(kGroupBarrier + group, kWarpgroupThreads);", "fence_proxy_async();"),
+    hopper("the output is not told to the copies",
+           "fence_proxy_async(); bar_sync(kGroupBarrier", "bar_sync(kGroupBarrier"),
+    hopper("the block ends before its output is read",
+           "if (elected) cp_async_bulk_wait_group<0>();", ""),
+    # ---- softmax and output
+    hopper("the accumulator keeps its old base",
+           "if (moved) Softmax::rescale<OutFragment>(o, alpha);", "", case="late"),
+    hopper("sums are those of a thread's columns", "softmax.finish();", ""),
+    hopper("rows of a thread share their sum",
+           "{softmax.inverse(0), softmax.inverse(1)}", "{softmax.inverse(0), softmax.inverse(0)}"),
+    hopper("all warpgroups have the first one's rows",
+           "row = group * kWarpgroupRows + thread / 32 * 16;", "row = thread / 32 * 16;"),
+    hopper("output rows are those of the first warpgroup",
+           "{0, done.queries.begin + first, done", "{0, done.queries.begin, done"),
+    hopper("every block passes for open",
+           "tile_is_open(p, work.place, work.queries, {corner.k, corner.k + Config::kBlockK})", "true"),
+    # ---- hardware
+    hopper("scores are added to what was there", "b + along_rows<TileB>(i), i != 0)", "b + along_rows<TileB>(i), 1)"),
+    hopper("a step of the contraction is half as long",
+           "step % kSteps * (kStepDepth * 2 >> 4)", "step % kSteps * (kStepDepth >> 4)", case="wide", tile="one tile"),
+    hopper("the contraction stays in the first panel",
+           "step / kSteps * (Tile::kPanelBytes >> 4)", "0", case="wide", tile="one tile"),
+    hopper("a step down the columns is half as long",
+           "step * (kStepDepth * kPanelRowBytes >> 4)", "step * (kStepDepth * kPanelRowBytes >> 5)"),
+    hopper("panels of values lie on each other",
+           "u64(panel_bytes >> 4) << 16", "u64(panel_bytes >> 5) << 16", case="wide", tile="one tile"),
+    hopper("eight rows are four", "kEightRows = 8 * kPanelRowBytes", "kEightRows = 4 * kPanelRowBytes"),
+    hopper("another swizzle", "kSwizzle128 = 1ull << 62", "kSwizzle128 = 2ull << 62"),
+    hopper("every warpgroup has the first one's queries", "tile.address() + row * kPanelRowBytes, Tile", "tile.address(), Tile"),
+    hopper("the output is not swizzled", "((place ^ (row & 7)) << 4)", "(place << 4)"),
+    hopper("columns of the output are exchanged",
+           "row + lane % 16, 2 * j + lane / 16 * 8", "row + lane / 2 % 16, 2 * j + lane % 2 * 8"),
+    hopper("the second panel is loaded from the first columns",
+           "&map, barrier, at, policy); at.column += kPanelColumns;", "&map, barrier, at, policy);", case="wide", tile="one tile"),
+    hopper("the second panel is stored to the first columns",
+           "+ row * kPanelRowBytes, at); at.column += kPanelColumns;", "+ row * kPanelRowBytes, at);", case="wide", tile="one tile"),
+    hopper("probabilities are packed in another order",
+           "packed<Element>(x[8 * i + 2 * j], x[8 * i + 2 * j + 1])", "packed<Element>(x[8 * i + 2 * j + 1], x[8 * i + 2 * j])"),
+]  # fmt: skip
 TILES["one stage and two columns"] = (FORWARD, TILES["two columns"][1]._replace(stages=1, dout_stages=1))
 
 
@@ -175,6 +351,10 @@ def force(monkeypatch):
     """Sets the only tile that each direction may choose."""
 
     def tile(name):
+        if name in HOPPER_TILES:
+            monkeypatch.setattr(tuning, "FORWARD_WGMMA", (HOPPER_TILES[name],))
+            monkeypatch.setattr(wgmma, "FULL_SECTION", 4)  # of 6 heads
+            return
         monkeypatch.setattr(tuning, "FORWARD_MMA", (TILES[name][0],))
         monkeypatch.setattr(tuning, "BACKWARD_MMA", (TILES[name][1],))
 
@@ -211,6 +391,10 @@ class Trial:
 
     def run(self, kernel: str, text, seed: int) -> None:
         """Run the direction that has the kernel; the backward is given the reference's output and lse."""
+        if kernel == "forward_wgmma":
+            device = replace(described_device(90), multiprocessors=2)
+            self.expectation.check_forward(*kernels.forward(self.call, device, seed, text=text, requested="wgmma"))
+            return
         if kernel.startswith("forward"):
             self.expectation.check_forward(*kernels.forward(self.call, 80, seed, text=text))
             return
@@ -254,6 +438,16 @@ def test_kernels_without_a_bug_pass(case, tile, force):
     for kernel in ("forward", "backward"):
         for seed in kernels.SEEDS:
             trial.run(kernel, source.build, seed)
+
+
+@pytest.mark.parametrize(
+    ("case", "tile"), sorted({(bug.case, bug.tile) for bug in MUTANTS if bug.case in HOPPER_CASES})
+)
+def test_hopper_kernels_without_a_bug_pass(case, tile, force):
+    force(tile)
+    trial = Trial(HOPPER_CASES[case])
+    for seed in kernels.SEEDS:
+        trial.run("forward_wgmma", source.build, seed)
 
 
 def test_there_are_enough_mutants():

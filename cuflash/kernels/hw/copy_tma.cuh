@@ -59,8 +59,7 @@ __device__ __forceinline__ void clear_rows_outside(Tile& tile, Rows valid, int t
     const int row = index / kChunks;
     if (row >= valid.begin && row < valid.end) continue;
     const int panel = index % kChunks / 8, chunk = index % 8;
-    *reinterpret_cast<uint4*>(tile.data + panel * Tile::kPanelBytes + row * kPanelRowBytes + chunk * 16) =
-        make_uint4(0, 0, 0, 0);
+    st_shared_v4(tile.address() + panel * Tile::kPanelBytes + row * kPanelRowBytes + chunk * 16, 0, 0, 0, 0);
   }
 }
 
