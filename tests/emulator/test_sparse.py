@@ -126,6 +126,15 @@ def test_documents_with_blocks_lengths_and_a_mask(target: tuple[int, str]) -> No
     check_call(*made(target, chain, **changes), target[0])
 
 
+@targets
+def test_in_turns(target: tuple[int, str]) -> None:
+    """With deterministic=True every tile of keys has its turn: hidden tiles are visited, and change nothing."""
+    ids = np.arange(103, dtype=np.int32) // 40
+    chain = [BlockMask(PATTERNS["coarse"](np.random.default_rng(0), (4, 6, 7)), 16), Documents(ids[-85:], ids)]
+    for causal, seeds in ((False, (0, 1, 2)), (True, (3, 4, 5))):
+        check_call(*made(target, chain, causal=causal), target[0], seeds, deterministic=True)
+
+
 def test_wide_values_with_many_modifiers_are_cut_into_chunks() -> None:
     case = Case("chunks", "bfloat16", **OPTIONS["sparse-everything"], head_dim=24, head_dim_v=200)
     call, *_ = case.call()
