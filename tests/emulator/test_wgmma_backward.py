@@ -1,0 +1,217 @@
+"""Hopper's backwards in the emulator: both schedules, the edges of their tiles, options, turns, and bugs that must show.
+
+Four forms of the kernels: 128 queries shared out by rows (heads up to 64), 64 queries shared out by columns (up to 128), the
+same with dP queued late (scores that are changed one by one), and split roles (above 128).
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cuflash import plan, problem, source
+from cuflash.backends import described_device
+from cuflash.errors import UnsupportedError
+from cuflash.modifiers import KeyLengths
+from cuflash.schedules.wgmma import BackwardWgmma, BackwardWgmmaSplit
+from cuflash.variant import Variant
+from tests import cases
+from tests.cases import OPTIONS, Case
+from tests.emulator import kernels
+from tests.emulator.build import EmulatorError
+from tests.emulator.kernels import SEEDS
+from tests.emulator.mutants import mutate
+from tests.tolerance import Expectation
+
+HOPPER = described_device(90)
+MANY_SEEDS = range(12)
+
+#: head sizes of each form
+FORMS = {"rows": 64, "columns": 128, "late": 64, "split": 136}
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+def of(form: str, **fields) -> Case:
+    """A case that one form of the kernels computes; an ALiBi of no slope is what queues dP late."""
+    late = {"alibi": "h"} if form == "late" else {}
+    return Case(form, "bfloat16", **{"head_dim": FORMS[form], **late, **fields})
+
+
+def check(case: Case, seeds: Iterable[int] = SEEDS, **options) -> None:
+    """Judge the backward of a case, which is given the forward's own results."""
+    call, dout, dlse = case.call()
+    check_call(call, dout, dlse, seeds, **options)
+
+
+def check_call(call: problem.Call, dout, dlse, seeds: Iterable[int] = SEEDS, **options) -> None:
+    expectation = Expectation(call, dout, dlse)
+    out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
+    for seed in seeds:
+        gradients = kernels.backward(call, out, lse, dout, dlse, HOPPER, seed, requested="wgmma", **options)
+        expectation.check_backward(gradients)
+
+
+def config_of(case: Case) -> BackwardWgmma:
+    """Constants of the main kernel of a case."""
+    call, dout, _ = case.call()
+    out, lse = np.zeros(call.problem.out_shape, dout.dtype), np.zeros(call.problem.lse_shape, np.float32)
+    arrays = plan.backward_arrays(call, out=out, lse=lse, dout=dout, dq=call.q, dk=call.k, dv=call.v)
+    places = plan.places_of(call.problem, arrays)
+    return plan.plan_backward.__wrapped__(call.problem, HOPPER, places, False, "wgmma").steps[1].config
+
+
+def test_forms():
+    configs = {form: config_of(of(form)) for form in FORMS}
+    assert [c.block_q for c in configs.values()] == [128, 64, 64, 64]
+    assert [c.late_dp for c in configs.values()] == [False, False, True, False]
+    assert [isinstance(c, BackwardWgmmaSplit) for c in configs.values()] == [False, False, False, True]
+
+
+# ---- schedules and lengths -------------------------------------------------------------------------------------------
+@forms
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_schedules(form, dtype):
+    """Several tiles of queries, two heads of a group, tiles of keys with and without queries, keys that end inside one."""
+    case = of(form, batch=(2,), heads_k=1, seq_q=270, seq_k=200, lengths=(200, 37), window=(100, 20), dlse=True)
+    check(replace(case, dtype=dtype), MANY_SEEDS if dtype == "bfloat16" else (0, 3))
+
+
+def edges(block: int) -> tuple[int, ...]:
+    return 1, block - 1, block, block + 1, 2 * block, 2 * block + 1
+
+
+@forms
+@pytest.mark.parametrize("causal", [False, True, "top_left"], ids=["full", "causal", "top-left"])
+def test_lengths(form, causal):
+    config = config_of(of(form))
+    shapes = [(n, 70) for n in edges(config.block_q)] + [(70, n) for n in edges(config.block_k)]
+    for seed, (seq_q, seq_k) in enumerate(shapes):
+        check(of(form, batch=(), heads_q=1, heads_k=1, seq_q=seq_q, seq_k=seq_k, causal=causal), (seed,))
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (40, 24), (72, 96), (64, 128), (128, 16), (192, 128), (16, 200), (256, 256)])
+def test_head_sizes(sizes):
+    head_dim, head_dim_v = sizes
+    check(Case("", "float16", head_dim=head_dim, head_dim_v=head_dim_v, seq_q=130, seq_k=70, causal=True), (0, 5))
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    rows = {"head_dim_v": 24} if name.startswith("everything") else {}  # TMA takes rows of whole 16-byte pieces
+    case = Case(name, "bfloat16", **{**OPTIONS[name], **rows})
+    if case.documents or case.blocks:
+        with pytest.raises(UnsupportedError, match="does not pass over the tiles"):
+            check(case)
+    else:
+        check(replace(case, seq_q=141, seq_k=177) if not case.lengths else case, (0, 1, 4))
+
+
+@pytest.mark.parametrize("option", [{"mask": "bhqk"}, {"bias": "hqk"}, {"softcap": 2.0}], ids=lambda x: next(iter(x)))
+@pytest.mark.parametrize("head_dim", [128, 160])
+def test_options_of_wide_heads(head_dim, option):
+    check(Case("", "bfloat16", head_dim=head_dim, seq_q=141, seq_k=177, causal=True, dlse=True, **option), (0, 2, 5))
+
+
+@pytest.mark.parametrize("head_dim", [104, 256])
+def test_modifiers_without_registers_are_refused(head_dim):
+    with pytest.raises(UnsupportedError, match="no room for the slopes of softcap beside bias"):
+        check(Case("", "bfloat16", head_dim=head_dim, softcap=2.0, bias="qk"))
+
+
+@forms
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
+def test_what_no_query_sees_never_reaches_a_gradient(form, bad):
+    rng = np.random.default_rng(0)
+    dtype, d = cases.DTYPES["bfloat16"], FORMS[form]
+    q, k, v, dout = (rng.standard_normal((1, n, d)).astype(dtype) for n in (100, 150, 150, 100))
+    options = {"mask": np.ones((100, 150), bool)} if form == "late" else {}
+    modifiers = (KeyLengths(np.array(100, np.int32)),)
+    call = problem.describe(q, k, v, causal="top_left", modifiers=modifiers, **options)
+    out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
+    options = {"requested": "wgmma", "deterministic": True}
+    want = kernels.backward(call, out, lse, dout, None, HOPPER, 0, **options)
+    Expectation(call, dout, None).check_backward(want)
+    k[:, 100:] = v[:, 100:] = bad
+    for seed in SEEDS:
+        got = kernels.backward(call, out, lse, dout, None, HOPPER, seed, **options)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@forms
+def test_without_undefined_behaviour(form):
+    check(of(form, batch=(), heads_k=1, seq_q=150, seq_k=150, causal=True), (0, 1), sanitize=True)
+
+
+# ---- turns -----------------------------------------------------------------------------------------------------------
+@forms
+def test_turns_give_equal_bits(form):
+    """Blocks run three at a time, so that whoever does not wait adds out of turn."""
+    config = config_of(of(form))
+    case = of(form, batch=(), heads_k=1, seq_q=2 * config.block_q + 9, seq_k=4 * config.block_k + 5, causal=True)
+    call, dout, dlse = case.call()
+    out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
+    expectation, found = Expectation(call, dout, dlse), set()
+    for seed in SEEDS:
+        gradients = kernels.backward(
+            call, out, lse, dout, dlse, HOPPER, seed, requested="wgmma", deterministic=True, residents=3
+        )
+        expectation.check_backward(gradients)
+        found.add(b"".join(x.tobytes() for x in gradients))
+    assert len(found) == 1
+
+
+# ---- bugs ------------------------------------------------------------------------------------------------------------
+#: form, what is wrong, text and what takes its place
+BUGS = [
+    ("columns", "scores are read before they are there", "wgmma_wait_group<Config::kLateDp ? 0 : 1>();\n    pin(s);", ""),
+    ("columns", "dP is read before it is there", "wgmma_wait_group<0>();\n    pin(dp);", ""),
+    ("columns", "dQ is read before it is there", "wgmma_wait_group<2>();\n    finish_dq(dq, cursor.previous());\n    wgmma_wait_group<1>();",
+     "finish_dq(dq, cursor.previous());\n    wgmma_wait_group<1>();"),
+    ("columns", "queries are given back while they are read", "wgmma_wait_group<Config::kLateDp ? 1 : 2>();", ""),
+    ("columns", "dS is overwritten while it is read", "    cursor.wait_empty(shared.gradients);\n", ""),
+    ("columns", "dS is read before it is written", "    of.wait_full(shared.gradients);\n", ""),
+    ("columns", "dS is not made visible to wgmma", "    fence_proxy_async();\n    __syncwarp();", "    __syncwarp();"),
+    ("columns", "K is overwritten while the other still reads it",
+     "bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K", ""),
+    ("columns", "the last dQ is forgotten", "    issue_dq(dq, cursor);\n    wgmma_wait_group<0>();\n    finish_dq(dq, cursor);\n", ""),
+    ("columns", "the warpgroups swap their columns of dQ", "warp % 4 * kGroups + warp / 4", "warp"),
+    ("columns", "a head of the group is forgotten", "      tile = begin(work);\n      ++head;\n", "      tile = begin(work);\n"),
+    ("columns", "statistics of the other slot", "shared.channels.statistics[cursor.slot]", "shared.channels.statistics[cursor.slot ^ 1]"),
+    ("rows", "dP is there before dS is used up", "      wgmma_wait_group<1>();\n      pin(dk);", "      pin(dk);"),
+    ("rows", "the warpgroups share their queries of dQ", "(kSplitsRows ? group * kDsPanel : 0)", "0"),
+    ("split", "P is overwritten while it is read", "    p_cursor.wait_empty(shared.probabilities);\n", ""),
+    ("split", "P is read before it is written", "    p_cursor.wait_full(shared.probabilities);\n", ""),
+    ("split", "dS is read before it is written", "    of.wait_full(shared.gradients);\n", ""),
+    ("split", "a panel of dQ is forgotten", "pair < kDqPanels; pair += kGroups", "pair < kDqPanels - 1; pair += kGroups"),
+    ("split", "dO is never given back", "      release(shared.channels.douts, now.slot);\n", "", ),
+    ("split", "V is overwritten while the other still reads it",
+     "bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // nobody reads K or V any more", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug[0]}-{bug[1]}".replace(" ", "_"))
+def test_bug_is_noticed(bug):
+    form, description, old, new = bug
+    kernel = config_of(of(form)).kernel
+    case = of(form, batch=(), heads_q=4, heads_k=2, seq_q=330, seq_k=150)
+    call, dout, dlse = case.call()
+    out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
+    expectation = Expectation(call, dout, dlse)
+
+    def text(variant: Variant) -> str:
+        whole = source.build(variant)
+        return mutate(whole, old, new) if variant.kernel == kernel else whole
+
+    def run(**options) -> None:
+        expectation.check_backward(kernels.backward(call, out, lse, dout, dlse, HOPPER, requested="wgmma", **options))
+
+    run(seed=1)  # the control: the kernel without the bug passes
+    for seed in MANY_SEEDS:
+        try:
+            run(seed=seed, text=text)
+        except (AssertionError, EmulatorError):
+            return
+    pytest.fail(f"nobody noticed that {description}")
