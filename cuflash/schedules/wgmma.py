@@ -20,6 +20,7 @@ STEP = 16  # depth of one wgmma
 GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
 CACHED_BYTES = 32 << 20  # keys and values that should stay in the second-level cache
+MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
 SCORED = 8  # weight of what looks at single scores
 FULL_SECTION = 16  # heads at once without a causal mask: more pay only for balance
 
@@ -104,7 +105,9 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed]) -> str |
     if not (problem.batch_size and problem.seq_q and problem.seq_k):
         return "an array is empty, which no tensor map describes"
     try:
-        forward(problem, device.shared_limit, True)
+        count = forward(problem, device.shared_limit, True).blocks(problem)
+        if count > MAX_TILES:
+            return f"{count} tiles of queries are more than the {MAX_TILES} that its blocks count; split the batch"
         for name in at:
             if name in tensormap.ARRAYS:
                 tensormap.describe(name, problem, at[name], 1)
