@@ -3,15 +3,19 @@
 from cuflash.api import attention, attention_backward, attention_vjp, explain
 from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError
 from cuflash.explanation import Explanation
-from cuflash.modifiers import ALiBi, KeyLengths
+from cuflash.inspection import attention_weights
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
+from cuflash.union import merge, merge_backward, merge_vjp
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ALiBi",
     "ArgumentError",
+    "BlockMask",
     "CompileError",
     "CuflashError",
+    "Documents",
     "Explanation",
     "KeyLengths",
     "ShapeError",
@@ -20,5 +24,9 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_vjp",
+    "attention_weights",
     "explain",
+    "merge",
+    "merge_backward",
+    "merge_vjp",
 ]

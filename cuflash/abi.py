@@ -54,7 +54,9 @@ _GRADIENTS: Fields = (
     ("int", "dk_vectors"),
     ("int", "dv_vectors"),
 )
-_MAPPED: Fields = (("int", "section"),)
+#: null unless dq is summed in turns
+_TURNS: Fields = (("Pointer", "turns"),)
+_PERSISTENT: Fields = (("Pointer", "tile_counter"), ("int", "section"))
 _C_TYPES = {"View": "View", "Pointer": "void*", "int": "int", "Real": "Real", "TensorMap": "TensorMap"}
 
 
@@ -69,7 +71,11 @@ def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = (
         table += REGISTRY[name].fields
         if direction == "backward":
             table += tuple(("View", f"d{operand}") for operand in REGISTRY[name].differentiable)
-    return table + (_MAPPED if maps else ()) + tuple(("TensorMap", f"{name}_map") for name in maps)
+    if direction == "backward":
+        table += _TURNS
+    elif maps:
+        table += _PERSISTENT
+    return table + tuple(("TensorMap", f"{name}_map") for name in maps)
 
 
 @cache

@@ -63,7 +63,7 @@ def attention(
     softcap
         Positive c: a scaled logit s becomes c·tanh(s/c).
     modifiers
-        `ALiBi(slopes)`, `KeyLengths(lengths)`; at most one of each.
+        `ALiBi(slopes)`, `KeyLengths(lengths)`, `Documents(ids_q, ids_k)`, `BlockMask(blocks, size)`; at most one of each.
     layout
         "bhsd" is the order of axes above; "bshd" has seq before heads in q, k, v and out.
     return_lse
@@ -93,8 +93,8 @@ def attention(
 
     Notes
     -----
-    Order of operations: scale, softcap, modifiers of the score, bias, all that hides keys, softmax.  Algorithm: Dao et
-    al., arXiv:2205.14135, and Dao, arXiv:2307.08691.
+    Order of operations: scale, softcap, modifiers of the score, bias, all that hides keys, softmax.  Equal calls on one
+    device give equal bits.  Algorithm: Dao et al., arXiv:2205.14135, and Dao, arXiv:2307.08691.
 
     Examples
     --------
@@ -162,7 +162,9 @@ def attention_backward(
     dlse
         Gradient of the loss with respect to `lse`, its shape and dtype; None is 0.
     deterministic
-        True: equal calls give equal bits, or an error where the backend cannot.  None leaves it to the backend.
+        True: equal calls on one device give equal bits in every gradient; dq is then summed in a fixed order, which takes
+        time and 4 bytes for each tile of queries.  None and False: as fast as it goes, which on a GPU leaves the order of
+        the sums in dq and dbias open, while dk and dv still repeat; the numpy backend always repeats all of them.
     scale, causal, window, mask, bias, softcap, modifiers, layout, backend
         As in the forward call, and with the same values.
 
@@ -176,7 +178,8 @@ def attention_backward(
     ArgumentError
         As for `attention`, and for a dout, out, lse or dlse that does not belong to the call.
     UnsupportedError
-        As for `attention`.
+        As for `attention`; on a GPU also for deterministic=True with a bias that is broadcast, because dbias is then a sum
+        over blocks that arrive in any order.  A bias of the scores' full shape is taken.
 
     Notes
     -----

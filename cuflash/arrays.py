@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.errors import ArgumentError, UnsupportedError
-from cuflash.modifiers import ALiBi, KeyLengths, Modifier
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Modifier
 from cuflash.problem import DTYPES, OPERANDS, user_modifiers
 
 # DLDeviceType of dlpack.h
@@ -303,6 +303,10 @@ def native_modifiers(modifiers: Any, home: Home, dtype: str, seq_k: int) -> tupl
             m = replace(m, lengths=lengths, wide=lengths.dtype.itemsize == 8)
         elif isinstance(m, ALiBi):
             m = replace(m, slopes=native_slopes(m, home, accumulator))
+        elif isinstance(m, Documents):
+            m = replace(m, ids_q=native_ids("ids_q", m, home), ids_k=native_ids("ids_k", m, home))
+        elif isinstance(m, BlockMask):
+            m = replace(m, blocks=native_blocks(m, home))
         chain.append(m)
     return tuple(chain)
 
@@ -339,6 +343,28 @@ def native_slopes(modifier: ALiBi, home: Home, accumulator: str) -> Any:
     return placed(modifier, converted, home)
 
 
+def native_ids(side: str, modifier: Documents, home: Home) -> Any:
+    name = f"{side} of Documents"
+    x = modifier_array(name, getattr(modifier, side), home)
+    if x.dtype == np.int32:
+        return placed(modifier, x, home, side) if isinstance(x, np.ndarray) else x
+    if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu":
+        raise ArgumentError(f"{name} has dtype {x.dtype}: must be int32; convert it with astype")
+    limits = np.iinfo(np.int32)
+    if x.size and (x.min() < limits.min or x.max() > limits.max):
+        wrong = x[(x < limits.min) | (x > limits.max)].flat[0]
+        raise ArgumentError(f"{name} contains {wrong}: each must fit in int32; number the documents from 0")
+    return placed(modifier, x.astype(np.int32), home, side)
+
+
+def native_blocks(modifier: BlockMask, home: Home) -> Any:
+    name = "blocks of BlockMask"
+    x = modifier_array(name, modifier.blocks, home)
+    if x.dtype != bool:
+        raise ArgumentError(f"{name} has dtype {x.dtype}: must be bool (True = visible); convert it with astype")
+    return placed(modifier, x, home) if isinstance(x, np.ndarray) else x
+
+
 def modifier_array(name: str, x: Any, home: Home) -> Any:
     """A modifier's array or sequence: NumPy, or where the call's arrays are."""
     if isinstance(x, (int, float, list, tuple, range, np.generic)):
@@ -352,14 +378,17 @@ def modifier_array(name: str, x: Any, home: Home) -> Any:
     return array
 
 
-class Uploads(dict[tuple[int, str], tuple[Any, Any]]):
-    """Copies of one modifier's array by device and dtype: what was copied, and the copy.  A pickle of it is empty."""
+class Uploads(dict[tuple[int, str, str], tuple[Any, Any]]):
+    """Copies of one modifier's arrays by device, dtype and attribute: what was copied, and the copy.
+
+    A pickle of it is empty.
+    """
 
     def __reduce__(self) -> tuple[type[Uploads], tuple[()]]:
         return Uploads, ()
 
 
-def placed(modifier: Modifier, x: np.ndarray[Any, Any], home: Home) -> Any:
+def placed(modifier: Modifier, x: np.ndarray[Any, Any], home: Home, attribute: str = "") -> Any:
     """The array where the call's arrays are; a device gets it once, until its values change.
 
     So later calls copy nothing and may be captured in a CUDA graph.
@@ -367,7 +396,7 @@ def placed(modifier: Modifier, x: np.ndarray[Any, Any], home: Home) -> Any:
     if home.device is None:
         return x
     uploads = modifier.__dict__.setdefault("_uploads", Uploads())
-    key = (home.device, x.dtype.str)
+    key = (home.device, x.dtype.str, attribute)
     if key in uploads and np.array_equal(uploads[key][0], x):
         return uploads[key][1]
     require_gpu()

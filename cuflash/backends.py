@@ -81,15 +81,11 @@ class Backend:
     summary: str
     capabilities: Mapping[str, int]
     max_head_dim: int
-    deterministic_backward: bool
     schedule: ModuleType
     last_capability: int = 1 << 30
-    has_backward: bool = True
     on_request: bool = False  # only taken when asked for by name
 
-    def refusal(
-        self, problem: Problem, device: Device, at: Mapping[str, Placed], deterministic: bool, backward: bool
-    ) -> str | None:
+    def refusal(self, problem: Problem, device: Device, at: Mapping[str, Placed], backward: bool) -> str | None:
         """Why this backend does not take the problem with arrays at these places, or None."""
         if problem.dtype not in self.capabilities:
             return f"{problem.dtype} is not among its dtypes ({', '.join(self.capabilities)})"
@@ -101,15 +97,11 @@ class Backend:
             )
         if device.capability > self.last_capability:
             return f"its instructions exist on compute capability {self.last_capability / 10:.1f} only"
-        if backward and not self.has_backward:
-            return "it has no backward yet"
         for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if size > self.max_head_dim:
                 return f"{name} {size} is above {self.max_head_dim}; the numpy backend has no limit"
-        if deterministic and not self.deterministic_backward:
-            return "deterministic=True is not offered in its backward: dq is summed by atomics"
         refuse = getattr(self.schedule, "refusal", None)
-        return refuse(problem, device, at) if refuse else None
+        return refuse(problem, device, at, backward) if refuse else None
 
 
 BACKENDS = (
@@ -118,14 +110,12 @@ BACKENDS = (
         "Hopper's warpgroup tensor cores, fed by TMA",
         {"float16": 90, "bfloat16": 90},
         wgmma.MAX_HEAD_DIM,
-        False,
         wgmma,
         last_capability=90,
-        has_backward=False,
         on_request=True,
     ),
-    Backend("mma", "tensor cores by mma.sync", {"float16": 75, "bfloat16": 80}, 512, False, mma),
-    Backend("simt", "plain FMA units, true float32 and float64", {"float32": 75, "float64": 75}, 512, False, simt),
+    Backend("mma", "tensor cores by mma.sync", {"float16": 75, "bfloat16": 80}, 512, mma),
+    Backend("simt", "plain FMA units, true float32 and float64", {"float32": 75, "float64": 75}, 512, simt),
 )
 NUMPY_REASON = "the arrays are on a GPU; it takes arrays on the host"
 
@@ -136,14 +126,13 @@ def select(
     at: Mapping[str, Placed],
     *,
     requested: str | None = None,
-    deterministic: bool = False,
     backward: bool = False,
 ) -> tuple[Backend, dict[str, str]]:
     """The backend for a problem on a device, and why each other one was not chosen."""
     chosen: Backend | None = None
     reasons: dict[str, str] = {}
     for backend in BACKENDS:
-        refusal = backend.refusal(problem, device, at, deterministic, backward)
+        refusal = backend.refusal(problem, device, at, backward)
         if refusal is None and requested not in (None, backend.name):
             refusal = f"backend={requested!r} was asked for"
         if refusal is None and requested is None and backend.on_request:

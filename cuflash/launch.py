@@ -6,7 +6,9 @@ A repeated plain forward goes from its arguments' signature straight to the laun
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -75,12 +77,57 @@ def launches(plan: Plan) -> tuple[Launch, ...]:
 
 def run(plan: Plan, pointers: Mapping[str, int]) -> None:
     """Launch the steps on the current stream of the plan's device, which must be the current device."""
+    if "tile_counter" in plan.offsets:
+        pointers = {**pointers, "tile_counter": tile_counter(plan.device.index)}
     record = plan.arguments(pointers)
     argument = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(record)))
     arguments = ctypes.addressof(argument)  # the driver copies the record during the call
     stream = cupy.cuda.get_current_stream().ptr
     for function, blocks, threads, shared_bytes in launches(plan):
         cupy.cuda.driver.launchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, 0)
+
+
+# ---- counters of tiles ----------------------------------------------------------------------------------------------
+COUNTERS = 4096
+
+
+@dataclass
+class TileCounters:
+    """Counters of a device, all 0 while nobody uses them."""
+
+    memory: Any
+    unused: Iterator[int]
+    owners: dict[tuple[int, int], int]  # by stream and, where threads have streams of their own, thread
+
+
+_tile_counters: dict[int, TileCounters] = {}
+
+
+def tile_counter(device: int) -> int:
+    """Address of the two words with which a persistent kernel gives out its tiles; 0 if there are none for it.
+
+    Launches on one stream follow each other and share a counter, which each of them leaves as it was.  A captured launch may
+    run at any time, so it has one to itself.
+    """
+    stream = cupy.cuda.get_current_stream()
+    per_thread = stream.ptr == cupy.cuda.runtime.streamPerThread
+    is_captured = stream.ptr > 1 and stream.is_capturing()  # the legacy stream, 0 or 1, cannot be
+    counters = _tile_counters.get(device)
+    if counters is None:
+        if is_captured:
+            return 0  # no memory is taken during a capture
+        counters = TileCounters(cupy.zeros((COUNTERS, 2), cupy.uint32), iter(range(COUNTERS)), {})
+        stream.synchronize()  # once: other streams find zeros
+        counters = _tile_counters.setdefault(device, counters)
+    owner = (stream.ptr, threading.get_ident() if per_thread else 0)
+    index = None if is_captured else counters.owners.get(owner)
+    if index is None:
+        index = next(counters.unused, None)
+        if index is None:
+            return 0
+        if not is_captured:
+            counters.owners[owner] = index
+    return int(counters.memory.data.ptr) + 8 * index
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
@@ -123,10 +170,7 @@ def backward(
             arrays = in_one_batch(problem, arrays)
         places = places_of(problem, arrays)
         plan = plan_backward(problem, device(call.q.data.device_id), places, bool(deterministic), requested)
-        workspace = {
-            "statistics": cupy.empty(plan.statistics_bytes, cupy.uint8),
-            "dq_sum": cupy.empty(plan.dq_sum_bytes, cupy.uint8),
-        }
+        workspace = {name: cupy.empty(size, cupy.uint8) for name, size in plan.workspace().items()}
         run(plan, pointers_of({**arrays, **workspace}))
         summed = [sum_to(arrays[f"d{n}"], call.operands[n].shape).astype(problem.dtype, copy=False) for n in operands]
     return gradients_type(operands)(*(arrays[name] for name in gradients), *summed)

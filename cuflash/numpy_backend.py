@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.gradients import differentiable_operands, gradients_type
-from cuflash.modifiers import Modifier, Tile
+from cuflash.modifiers import BlockMask, Modifier, Tile
 from cuflash.problem import Call, Problem
 
 Array = NDArray[Any]
@@ -37,6 +37,10 @@ Seen = NDArray[np.bool_] | None  # which scores of a tile may be seen; None is a
 # 118 / 283 with 512 × 2048.
 TILE_ROWS = 256
 TILE_SCORES = 1 << 17
+# Where a mask knows at a glance what is hidden, tiles are put together from as many columns; they have fewer rows if the
+# mask's blocks do, but not so few that calls take longer than products.
+GLANCE_COLUMNS = 128
+TILE_LEAST = 64
 
 
 def forward(
@@ -290,16 +294,37 @@ class Chunk:
         if not some.any():
             return
         masks = [modifier for modifier in problem.modifiers if modifier.kind == "mask"]
-        for columns in blocks(int(begin[some].min()), int(end[some].max()), self.block_k):
+        glancing = [modifier for modifier in masks if modifier.knows_tiles()]
+        for columns in self.spans(int(begin[some].min()), int(end[some].max()), rows, glancing):
             tile = Tile(problem, self.operands, rows, columns)
+            tested = [modifier for modifier in masks if not modifier.tile_is_clear(tile)]
             seen: Seen = None
-            if masks or begin.max() > columns.start or end.min() < columns.stop:
+            if tested or begin.max() > columns.start or end.min() < columns.stop:
                 seen = (begin <= tile.k) & (tile.k < end)
-                for modifier in masks:
+                for modifier in tested:
                     seen = seen & modifier.visible(tile)
                 if not seen.any():
                     continue
             yield tile, seen
+
+    def spans(self, begin: int, end: int, rows: slice, masks: list[Modifier]) -> Iterator[slice]:
+        """Columns of tiles from `begin` to `end`, without what the masks know to be hidden."""
+        if not masks:
+            yield from blocks(begin, end, self.block_k)
+            return
+        step = min(
+            [GLANCE_COLUMNS, self.block_k, *(max(TILE_LEAST, m.size[1]) for m in masks if isinstance(m, BlockMask))]
+        )
+        start = begin
+        for piece in blocks(begin, end, step):
+            hidden = any(m.tile_is_hidden(Tile(self.problem, self.operands, rows, piece)) for m in masks)
+            if start < piece.start and (hidden or piece.stop - start > self.block_k):
+                yield slice(start, piece.start)
+                start = piece.start
+            if hidden:
+                start = piece.stop
+        if start < end:
+            yield slice(start, end)
 
 
 def chunks(call: Call, block_q: int | None, block_k: int | None) -> Iterator[Chunk]:
@@ -332,7 +357,11 @@ def tile_sizes(problem: Problem, block_q: int | None, block_k: int | None) -> tu
     """Rows and columns of a tile, and how many key heads share one: about TILE_SCORES scores together."""
     rows = block_q or max(1, min(problem.seq_q, TILE_ROWS // min(problem.group, 16)))
     columns = block_k or max(1, min(problem.seq_k, TILE_SCORES // (rows * problem.group)))
-    return rows, columns, max(1, TILE_SCORES // (rows * columns * problem.group))
+    heads = max(1, TILE_SCORES // (rows * columns * problem.group))
+    for modifier in problem.modifiers:
+        if isinstance(modifier, BlockMask):
+            rows = block_q or min(rows, max(TILE_LEAST, modifier.size[0]))
+    return rows, columns, heads
 
 
 def boxes(shape: tuple[int, ...], count: int) -> Iterator[tuple[slice, ...]]:

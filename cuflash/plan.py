@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from cuflash import abi, tensormap
 from cuflash.backends import Device, select
 from cuflash.errors import UnsupportedError
+from cuflash.gradients import differentiable_operands
 from cuflash.modifiers import REGISTRY, Scaled
 from cuflash.place import Placed, merged_batch, placed
 from cuflash.problem import Call, Problem
@@ -26,6 +27,7 @@ from cuflash.variant import ITEMSIZE, Variant
 
 LOG2_E = 1.4426950408889634
 MAX_BLOCKS = (1 << 31) - 1  # of grid.x
+MAX_ENCODED = 1024  # tensor maps that a plan keeps; memory pools give the same addresses again and again
 _POINTER = struct.Struct("=Q")
 
 
@@ -62,6 +64,13 @@ class Plan:
     maps: tuple[TensorMap, ...] = ()
     statistics_bytes: int = 0
     dq_sum_bytes: int = 0
+    turns_bytes: int = 0
+    encoded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # tensor maps by array and address
+
+    def workspace(self) -> dict[str, int]:
+        """Bytes by field name, without those that are not needed."""
+        needed = {"statistics": self.statistics_bytes, "dq_sum": self.dq_sum_bytes, "turns": self.turns_bytes}
+        return {name: size for name, size in needed.items() if size}
 
     def arguments(
         self, pointers: Mapping[str, int], encode: Callable[[TensorMap, int], bytes] = tensormap.encode
@@ -71,8 +80,14 @@ class Plan:
         for name, address in pointers.items():
             _POINTER.pack_into(record, self.offsets[name], address)
         for tensor_map in self.maps:
+            key = (tensor_map.array, pointers[tensor_map.array])
+            encoded = self.encoded.get(key)
+            if encoded is None:
+                if len(self.encoded) >= MAX_ENCODED:
+                    self.encoded.clear()
+                encoded = self.encoded[key] = encode(tensor_map, key[1])
             at = self.offsets[f"{tensor_map.array}_map"]
-            record[at : at + abi.MAP_BYTES] = encode(tensor_map, pointers[tensor_map.array])
+            record[at : at + abi.MAP_BYTES] = encoded
         return record
 
 
@@ -88,7 +103,7 @@ def plan_forward(
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v"))
     config = backend.schedule.forward(problem, device.shared_limit, aligned)
     names = chain_names(problem)
-    variant = Variant(f"forward_{backend.name}", problem.dtype, names, config)
+    variant = Variant(config.kernel, problem.dtype, names, config)
     steps = checked(Step(variant, grid(config, problem, device)))
     values = {**common_values(problem), "out_vectors": vectors(at["out"], axes)}
     if variant.maps:
@@ -119,29 +134,37 @@ def plan_backward(
 ) -> Plan:
     """Plan of the backward: statistics, the main kernel, and where sums need it their conversion."""
     at = dict(places)
-    backend, reasons = select(problem, device, at, requested=requested, deterministic=deterministic, backward=True)
+    backend, reasons = select(problem, device, at, requested=requested, backward=True)
+    if deterministic:
+        check_single_terms(problem, at)
     axes = len(problem.out_shape)
     itemsize = ITEMSIZE[problem.dtype]
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v", "dout"))
     main = backend.schedule.backward(problem, device.shared_limit, aligned)
     delta_aligned = all(at[name].aligned(16, axes) for name in ("out", "dout"))
     delta = rows.delta(problem, itemsize, main.block_q, delta_aligned)
+    padded = delta.rows_padded(problem)
+    lines = problem.batch_size * problem.heads_q * padded
+    counters = 0
+    if deterministic and lines:  # without a query nothing is summed
+        main = replace(main, deterministic=True)
+        delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks)
+        counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
     convert = backend.schedule.convert(main)
     names = chain_names(problem)
     steps = checked(
-        Step(Variant("backward_delta", problem.dtype, names, delta), delta.blocks(problem)),
-        Step(Variant(f"backward_{backend.name}", problem.dtype, names, main), main.blocks(problem)),
-        Step(Variant(f"backward_convert_{backend.name}", problem.dtype, names, convert), convert.blocks(problem)),
+        Step(Variant(delta.kernel, problem.dtype, names, delta), delta.blocks(problem)),
+        Step(Variant(main.kernel, problem.dtype, names, main), main.blocks(problem)),
+        Step(Variant(convert.kernel, problem.dtype, names, convert), convert.blocks(problem)),
     )
-    padded = delta.rows_padded(problem)
+    maps = steps[1].variant.maps
     values = {
         **common_values(problem),
         "rows_padded": padded,
-        "dq_width": main.head_dim,
+        "dq_width": main.dq_width,
         **{f"{name}_vectors": vectors(at[name], axes) for name in ("dq", "dk", "dv")},
     }
-    template, offsets = pack("backward", problem, at, values)
-    lines = problem.batch_size * problem.heads_q * padded
+    template, offsets = pack("backward", problem, at, values, maps)
     real = np.dtype(problem.accumulator).itemsize
     return Plan(
         problem,
@@ -151,9 +174,24 @@ def plan_backward(
         steps,
         template,
         offsets,
+        tensor_maps(steps[1].variant, problem, at),
         statistics_bytes=2 * real * lines,
-        dq_sum_bytes=real * lines * main.head_dim,
+        dq_sum_bytes=real * lines * main.dq_width,
+        turns_bytes=4 * counters,
     )
+
+
+def check_single_terms(problem: Problem, at: Mapping[str, Placed]) -> None:
+    """Raise if a gradient of an operand is a sum over elements of the scores: their order is that in which blocks arrive."""
+    for name in differentiable_operands(problem.modifiers):
+        sizes = zip(problem.score_shape, at[f"d{name}"].strides, strict=True)
+        shape = tuple(1 if n > 1 and stride == 0 else n for n, stride in sizes)
+        if shape != problem.score_shape and all(problem.score_shape):
+            raise UnsupportedError(
+                f"deterministic=True with a {name} of shape {shape}: its gradient sums scores of shape "
+                f"{problem.score_shape} in the order in which blocks arrive; pass {name} as an array of that shape, where "
+                f"each element of d{name} is one term, and sum d{name} yourself, or use backend='numpy' on the host"
+            )
 
 
 def chain_names(problem: Problem) -> tuple[str, ...]:

@@ -17,7 +17,18 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from cuflash.errors import ArgumentError, ShapeError
-from cuflash.modifiers import ALiBi, Bias, Causal, KeyLengths, Mask, Modifier, Softcap, Window
+from cuflash.modifiers import (
+    ALiBi,
+    Bias,
+    BlockMask,
+    Causal,
+    Documents,
+    KeyLengths,
+    Mask,
+    Modifier,
+    Softcap,
+    Window,
+)
 
 Layout = Literal["bhsd", "bshd"]
 Alignment = Literal["bottom_right", "top_left"]
@@ -28,7 +39,13 @@ FLOAT32 = np.finfo(np.float32)
 FLOAT64 = np.finfo(np.float64)
 
 #: how messages name the operands that are fields of a modifier
-OPERANDS = {"key_lengths": "lengths of KeyLengths", "alibi_slopes": "slopes of ALiBi"}
+OPERANDS = {
+    "key_lengths": "lengths of KeyLengths",
+    "alibi_slopes": "slopes of ALiBi",
+    "document_q": "ids_q of Documents",
+    "document_k": "ids_k of Documents",
+    "block_mask": "blocks of BlockMask",
+}
 
 
 @dataclass(frozen=True)
@@ -169,7 +186,9 @@ def describe(
         modifiers=tuple(m.bare() for m in chain),
         layout=layout,
     )
-    operands = {name: operand(name, x, problem) for m in chain for name, x in m.arrays().items()}
+    operands = {name: operand(m, name, x, problem) for m in chain for name, x in m.arrays().items()}
+    for m in chain:
+        operands |= m.derived(operands)
     return Call(problem, q, k, v, operands)
 
 
@@ -298,8 +317,11 @@ def softcap_of(value: Any, dtype: str) -> float:
 
 
 def user_modifiers(modifiers: Any) -> list[Modifier]:
-    allowed = (ALiBi, KeyLengths)
-    remedy = "available are ALiBi(slopes) and KeyLengths(lengths); masks, bias, windows and softcap are arguments"
+    allowed = (ALiBi, KeyLengths, Documents, BlockMask)
+    remedy = (
+        "available are ALiBi(slopes), KeyLengths(lengths), Documents(ids_q, ids_k) and BlockMask(blocks, size); masks, "
+        "bias, windows and softcap are arguments"
+    )
     if isinstance(modifiers, Modifier):
         raise ArgumentError(
             f"modifiers={modifiers!r}: must be a sequence of modifiers; write modifiers=({modifiers!r},)"
@@ -320,7 +342,7 @@ def user_modifiers(modifiers: Any) -> list[Modifier]:
     return chain
 
 
-def operand(name: str, x: Any, problem: Problem) -> Any:
+def operand(modifier: Modifier, name: str, x: Any, problem: Problem) -> Any:
     """Check one array operand and give it the axes (*batch, heads_q, seq_q, seq_k)."""
     if name == "mask" and dtype_name(x.dtype) != "bool":
         raise ArgumentError(
@@ -329,19 +351,17 @@ def operand(name: str, x: Any, problem: Problem) -> Any:
         )
     if name == "bias" and dtype_name(x.dtype) != problem.dtype:
         raise ArgumentError(f"bias has dtype {x.dtype}: must be that of q, {problem.dtype}; convert it with astype")
-    inner, axes = {
-        "key_lengths": (3, "(*batch)"),
-        "alibi_slopes": (2, "(*batch, heads_q)"),
-    }.get(name, (0, "(*batch, heads_q, seq_q, seq_k)"))
-    shape = problem.score_shape
-    target = shape[: len(shape) - inner]
+    inner = modifier.axes(name, problem)
+    target = (*problem.batch, *(axis[1] for axis in inner if axis))
     if x.ndim > len(target) or any(n not in (1, full) for n, full in zip(x.shape[::-1], target[::-1], strict=False)):
+        axes = ", ".join(["*batch", *(axis[0] for axis in inner if axis)])
         raise ShapeError(
-            f"{OPERANDS.get(name, name)} has shape {x.shape}, which does not broadcast to {axes} = {target}; give it "
+            f"{OPERANDS.get(name, name)} has shape {x.shape}, which does not broadcast to ({axes}) = {target}; give it "
             "axes of length 1 where it is to be repeated"
         )
-    index = (*(None,) * (len(target) - x.ndim), ..., *(None,) * inner)
-    return x[index]
+    whole = x[(None,) * (len(target) - x.ndim)]
+    index = (..., *(slice(None) if axis else None for axis in inner))
+    return whole[index]
 
 
 def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: str, axes: str) -> None:

@@ -126,17 +126,21 @@ def weights(call: Call) -> Array:
 
 def visible(call: Call) -> NDArray[np.bool_]:
     """True where the query of the row may see the key of the column, (*batch, heads_q, seq_q, seq_k)."""
-    problem = call.problem
-    tile = whole(call)
-    begin, end = np.zeros((problem.seq_q, 1), np.int64), np.full((problem.seq_q, 1), problem.seq_k)
-    for modifier in problem.modifiers:
+    return np.broadcast_to(visible_in(whole(call)), call.problem.score_shape)
+
+
+def visible_in(tile: Tile) -> NDArray[np.bool_]:
+    """The same for one tile; axes along which nothing changes may be of length 1."""
+    modifiers = tile.problem.modifiers
+    begin, end = np.zeros_like(tile.q), np.full_like(tile.q, tile.problem.seq_k)
+    for modifier in modifiers:
         if modifier.kind == "range":
             begin, end = modifier.narrow(begin, end, tile.q, tile)
     seen = (begin <= tile.k) & (tile.k < end)
-    for modifier in problem.modifiers:
+    for modifier in modifiers:
         if modifier.kind == "mask":
             seen = seen & modifier.visible(tile)
-    return np.broadcast_to(seen, problem.score_shape)
+    return seen
 
 
 @dataclass(frozen=True)
@@ -165,14 +169,19 @@ def attend(call: Call) -> Dense:
         if modifier.kind == "score":
             slopes.append((modifier, modifier.slope(s, tile)))
             s = modifier.apply(s, tile)
-    s = np.where(seen, s, -np.inf)
+    p, lse = softmax(s, seen)
+    return Dense(q, k, v, seen, p, lse, slopes)
 
+
+def softmax(s: Array, seen: NDArray[np.bool_]) -> tuple[Array, Array]:
+    """Weights and log-sum-exp of scores by row, over the keys in `seen`."""
+    s = np.where(seen, s, -np.inf)
     m = s.max(axis=-1, keepdims=True, initial=-np.inf)
     e = np.exp(s - np.where(np.isneginf(m), 0, m))  # −∞ − (−∞) would be NaN: an empty row is shifted by 0
     total = e.sum(axis=-1, keepdims=True)
     p = np.where(seen & (total != 0), e / np.where(total == 0, 1, total), 0)
     lse = np.where(total == 0, -np.inf, m + np.log(np.where(total == 0, 1, total)))
-    return Dense(q, k, v, seen, p, lse[..., 0], slopes)
+    return p, lse[..., 0]
 
 
 def whole(call: Call) -> Tile:

@@ -110,9 +110,16 @@ def _visibility(ranges: list[type[Modifier]], masks: list[type[Modifier]]) -> st
     queries = "\n".join(f"    {n}::narrow_queries(p, k, queries);" for n in positional)
     count = "".join(f"    return {n}::key_count(p, place);\n" for n in counting) or "    return p.seq_k;\n"
     visible = " && ".join(f"{m.__name__}::visible(p, place, q, k)" for m in masks) or "true"
+    hiding = [m.__name__ for m in masks if m.knows_tiles()]
+    clearing = [m.__name__ for m in masks if all(m.knows_tiles() for m in masks)]
+    hidden = " || ".join(f"{n}::tile_is_hidden(p, place, queries, keys)" for n in hiding) or "false"
+    clear = " && ".join(f"{n}::tile_is_clear(p, place, queries, keys)" for n in clearing) or "false"
+    tile = "const Params& p, const Place& place, Range queries, Range keys"
     return f"""struct Visibility {{
   static constexpr bool kHasMask = {str(bool(masks)).lower()};
   static constexpr bool kNarrows = {str(bool(ranges)).lower()};  // some keys may be hidden from every query
+  static constexpr bool kHidesTiles = {str(bool(hiding)).lower()};
+  static constexpr bool kClearsTiles = {str(bool(clearing)).lower()};
   {_QUALIFIERS} int key_count(const Params& p, const Place& place) {{
 {count}  }}
   {_QUALIFIERS} void narrow_keys(const Params& p, int q, Range& keys) {{
@@ -122,6 +129,8 @@ def _visibility(ranges: list[type[Modifier]], masks: list[type[Modifier]]) -> st
 {queries}
   }}
   {_QUALIFIERS} bool visible(const Params& p, const Place& place, int q, int k) {{ return {visible}; }}
+  {_QUALIFIERS} bool tile_is_hidden({tile}) {{ return {hidden}; }}
+  {_QUALIFIERS} bool tile_is_clear({tile}) {{ return {clear}; }}
 }};"""
 
 

@@ -63,7 +63,6 @@ def describe(name: str, problem: Problem, place: Placed, box_rows: int) -> Tenso
     return TensorMap(name, ELEMENTS[problem.dtype], sizes, (used[0], used[1], used[2]), box_rows)
 
 
-@functools.lru_cache(maxsize=8192)
 def encode(tensor_map: TensorMap, address: int) -> bytes:
     """The 128 bytes of a map, by the driver; a CUDA context must be current."""
     memory = (ctypes.c_uint64 * (2 * MAP_BYTES // 8))()

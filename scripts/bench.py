@@ -2,6 +2,9 @@
 
     python scripts/bench.py --suite foundation --peers torch --out scripts/results/h200-foundation.json
     python scripts/bench.py --suite foundation --cpu --out scripts/results/cpu-foundation.json
+    python scripts/bench.py --suite hopper --peers torch --out scripts/results/h200-hopper.json
+    python scripts/bench.py --suite hopper --peers torch --out scripts/results/h200-hopper.json
+    python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
 
 Times on the GPU are sustained ones: batches of calls back to back, between two CUDA events.  Every system gets the same
 data, and what cuflash computes is compared with a peer once per shape: a kernel that is wrong posts no time.  Whatever
@@ -61,7 +64,7 @@ class Session:
         """Keep a row and show it."""
         row = {"topic": topic, "system": system, **values}
         self.rows.append(row)
-        keys = ("direction", "dtype", "seq_q", "head_dim", "causal", "backend")
+        keys = ("direction", "dtype", "seq_q", "head_dim", "causal", "pattern", "visible", "backend")
         shown = [f"{k}={row[k]}" for k in keys if row.get(k) is not None]
         measured = ("ms", "tflops", "us", "error", "peak_bytes", "extra_bytes", "failure")
         shown += [
@@ -86,7 +89,7 @@ class Session:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--suite", choices=("foundation",), default="foundation")
+    parser.add_argument("--suite", choices=SUITES, default="foundation")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--peers", choices=("torch",), help="also measure the attention of this framework")
     parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds")
@@ -100,8 +103,8 @@ def main() -> int:
     if not machine.devices and not arguments.cpu:
         sys.exit(f"no GPU to measure ({machine.no_gpu}); --cpu measures the NumPy backend")
     print(machine.headline, machine.versions, flush=True)
-    on_gpu = () if arguments.cpu else (tensor_cores, wide_types, memory, host_time, first_call)
-    for part in (*on_gpu, processor):
+    on_gpu, on_host = SUITES[arguments.suite]
+    for part in on_host if arguments.cpu else (*on_gpu, *on_host):
         if time.perf_counter() - started > LIMIT_S:
             session.add(part.__name__, "cuflash", failure=f"left out: {LIMIT_S} s are over")
         else:
@@ -207,13 +210,14 @@ def peer_calls(backend: str, data: Data, causal: bool) -> tuple[Call, Call, Arra
 
     q, k, v, dout = data.tensors
     chosen = getattr(SDPBackend, backend)
+    options = {"is_causal": causal, "enable_gqa": data.shape.heads_q != data.shape.heads_k}
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with sdpa_kernel(chosen):
-        saved = scaled_dot_product_attention(*leaves, is_causal=causal)
+        saved = scaled_dot_product_attention(*leaves, **options)
 
     def forward() -> Array:
         with torch.no_grad(), sdpa_kernel(chosen):
-            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+            return scaled_dot_product_attention(q, k, v, **options)
 
     def backward() -> tuple[Array, ...]:
         return torch.autograd.grad(saved, leaves, dout, retain_graph=True)  # type: ignore[no-any-return]
@@ -222,57 +226,83 @@ def peer_calls(backend: str, data: Data, causal: bool) -> tuple[Call, Call, Arra
 
 
 def measure_speed(
-    session: Session, topic: str, shape: Shape, dtype: str, causal: bool, peers: dict[str, str], exact: bool
+    session: Session,
+    topic: str,
+    shape: Shape,
+    dtype: str,
+    causal: bool,
+    peers: dict[str, str],
+    exact: bool = False,
+    backends: tuple[str | None, ...] = (None,),
 ) -> None:
     """Forward and backward of one shape: cuflash and `peers`, a system's name to the name of PyTorch's backend.
 
     With `exact`, the errors of all systems against float64 are kept; else cuflash's difference from the first peer.
+    cuflash is measured once with each of `backends`, None for the one that it chooses.
     """
     data = Data.make(shape, dtype, session.peers)
-    q, k, v, dout = data.arrays
-    out, lse = cuflash.attention(q, k, v, causal=causal, return_lse=True)
-    calls: dict[str, dict[str, Call]] = {
-        "forward": {"cuflash": lambda: cuflash.attention(q, k, v, causal=causal, return_lse=True)},
-        "backward": {"cuflash": lambda: cuflash.attention_backward(dout, q, k, v, out, lse, causal=causal)},
-    }
+    q, k, v, _ = data.arrays
+    calls: dict[str, dict[str, Call]] = {"forward": {}, "backward": {}}
     results: dict[str, dict[str, Any]] = {"forward": {}, "backward": {}}
     sizes: Row = {"dtype": dtype, **asdict(shape), "causal": causal}
+    names = {f"cuflash {backend}" if backend else "cuflash": backend for backend in backends}
+    for name, backend in names.items():
+        with session.part(topic, name, **sizes):
+            forward, backward = own_calls(data, causal, backend)
+            results["forward"][name] = (forward()[0],)
+            calls["forward"][name] = forward
+            results["backward"][name] = tuple(backward())
+            calls["backward"][name] = backward
+    first_peer = None
     if session.peers:
         for system, name in peers.items():
             with session.part(topic, system, **sizes):
                 forward, backward, peer_out, peer_grads = peer_calls(name, data, causal)
-                calls["forward"][system], calls["backward"][system] = forward, backward
                 results["forward"][system], results["backward"][system] = (peer_out,), peer_grads
+                calls["forward"][system], calls["backward"][system] = forward, backward
+                first_peer = first_peer or system
     truth = exact_results(data, causal) if exact and session.peers else None
-    own = {"forward": lambda: (out,), "backward": lambda: tuple(calls["backward"]["cuflash"]())}
     for direction, systems in calls.items():
         with session.part(topic, "cuflash", direction=direction, **sizes):
-            expected = truth[direction] if truth else next(iter(results[direction].values()), None)
+            found = results[direction]
+            expected = truth[direction] if truth else found.get(first_peer or "")
             errors: dict[str, float] = {}
-            if expected is not None:
-                errors["cuflash"] = largest_difference(own[direction](), expected)
-                if not errors["cuflash"] <= LARGEST_DIFFERENCE[dtype]:
-                    wrong = f"wrong: relative difference {errors['cuflash']:.3g}"
-                    session.add(topic, "cuflash", direction=direction, **sizes, failure=wrong)
-                    del systems["cuflash"]
+            for name in [n for n in systems if n in names and expected is not None]:
+                errors[name] = largest_difference(found[name], expected)
+                if not errors[name] <= LARGEST_DIFFERENCE[dtype]:
+                    wrong = f"wrong: relative difference {errors[name]:.3g}"
+                    session.add(topic, "cuflash", direction=direction, backend=names[name], **sizes, failure=wrong)
+                    del systems[name]
             if truth:
                 errors |= {
-                    system: max(difference(x, y) for x, y in zip(found, truth[direction], strict=True))
-                    for system, found in results[direction].items()
+                    system: max(difference(x, y) for x, y in zip(outputs, truth[direction], strict=True))
+                    for system, outputs in found.items()
+                    if system not in names
                 }
-            backend = backend_of(q, k, v, causal)
             for system, ms in rotate(systems, session.rounds).items():
+                is_own = system in names
                 session.add(
                     topic,
-                    system,
+                    "cuflash" if is_own else system,
                     direction=direction,
-                    backend=backend if system == "cuflash" else None,
+                    backend=(names[system] or backend_of(q, k, v, causal)) if is_own else None,
                     **sizes,
                     ms=ms,
                     tflops=shape.operations(direction, causal) / ms / 1e9,
                     error=errors.get(system),
-                    against="float64" if truth else next(iter(results[direction]), None),
+                    against="float64" if truth else first_peer,
                 )
+
+
+def own_calls(data: Data, causal: bool, backend: str | None) -> tuple[Call, Call]:
+    """Forward, with lse, and backward by one backend; each has run once."""
+    q, k, v, dout = data.arrays
+    options: dict[str, Any] = {"causal": causal, "backend": backend}
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    return (
+        lambda: cuflash.attention(q, k, v, return_lse=True, **options),
+        lambda: cuflash.attention_backward(dout, q, k, v, out, lse, **options),
+    )
 
 
 def backend_of(q: Array, k: Array, v: Array, causal: bool) -> str:
@@ -304,7 +334,31 @@ def tensor_cores(session: Session) -> None:
             for causal in (False, True):
                 with session.part("speed", "cuflash", dtype="bfloat16", **asdict(shape), causal=causal):
                     peers = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-                    measure_speed(session, "speed", shape, "bfloat16", causal, peers, exact=False)
+                    measure_speed(session, "speed", shape, "bfloat16", causal, peers)
+
+
+#: (head_dim, head_dim_v, batch, heads_q, heads_k, seq) of Hopper's comparison
+HOPPER_SHAPES = (
+    *((64, 64, b, 32, 32, s) for b, s in ((16, 1024), (4, 4096), (1, 16384))),
+    (96, 96, 1, 16, 16, 8192),
+    *((128, 128, b, 16, 16, s) for b, s in ((16, 1024), (4, 4096), (1, 16384))),
+    (128, 128, 1, 32, 32, 8192),
+    (128, 128, 2, 32, 8, 8192),
+    (192, 128, 1, 16, 16, 8192),
+    *((256, 256, b, 8, 8, s) for b, s in ((16, 1024), (4, 4096), (1, 16384))),
+)
+
+
+def hopper(session: Session) -> None:
+    """Bfloat16 by wgmma and by mma.sync beside PyTorch's backends; grouped heads where heads_k is smaller."""
+    for head_dim, head_dim_v, batch, heads_q, heads_k, seq in HOPPER_SHAPES:
+        shape = Shape(batch, heads_q, heads_k, seq, seq, head_dim, head_dim_v)
+        if session.quick and seq != 4096:
+            continue
+        for causal in (False, True):
+            with session.part("hopper", "cuflash", dtype="bfloat16", **asdict(shape), causal=causal):
+                peers = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION"}
+                measure_speed(session, "hopper", shape, "bfloat16", causal, peers, backends=("wgmma", "mma"))
 
 
 def wide_types(session: Session) -> None:
@@ -459,6 +513,71 @@ def processor(session: Session) -> None:
             )
             for row in rows:
                 session.add("processor", row.pop("system"), **row)
+
+
+def sparse_calls(shape: Shape, arrays: tuple[Array, ...]) -> Iterator[tuple[Row, dict[str, Call]]]:
+    """For each pattern and share of visible pairs, how it is called, by direction; first without a pattern."""
+    q, k, v, dout = arrays
+    rng, size = np.random.default_rng(0), 128
+    counts = shape.heads_q, shape.seq_q // size, shape.seq_k // size
+    chains: list[tuple[Row, tuple[Any, ...]]] = [({"pattern": "dense", "visible": 1.0}, ())]
+    for share in (1.0, 0.5, 0.25, 0.1):
+        blocks = np.zeros((counts[0], counts[1] * counts[2]), bool)
+        for row in blocks:  # each head its own
+            row[rng.permutation(row.size)[: round(share * row.size)]] = True
+        mask = cuflash.BlockMask(blocks.reshape(counts), size)
+        chains.append(({"pattern": f"blocks of {size}", "visible": share}, (mask,)))
+    for share in (1.0, 0.5, 0.25, 0.1):
+        ids = np.arange(shape.seq_q) * round(1 / share) // shape.seq_q
+        chains.append(({"pattern": "documents", "visible": share}, (cuflash.Documents(ids, ids),)))
+    for row, modifiers in chains:
+        out, lse = cuflash.attention(q, k, v, modifiers=modifiers, return_lse=True)
+        given: dict[str, Any] = {"modifiers": modifiers}
+        yield (
+            row,
+            {
+                "forward": lambda given=given: cuflash.attention(q, k, v, return_lse=True, **given),
+                "backward": lambda given=given, out=out, lse=lse: cuflash.attention_backward(
+                    dout, q, k, v, out, lse, **given
+                ),
+            },
+        )
+
+
+def sparse(session: Session) -> None:
+    """Time against the share of pairs that documents or a block mask leave visible."""
+    for head_dim in (64, 128):
+        seq = 4096 if session.quick else 16384
+        shape = Shape(1, 2048 // head_dim, 2048 // head_dim, seq, seq, head_dim, head_dim)
+        common: Row = {"dtype": "bfloat16", **asdict(shape), "causal": False}
+        with session.part("sparse", "cuflash", **common):
+            arrays = Data.make(shape, "bfloat16", with_tensors=False).arrays
+            rows = list(sparse_calls(shape, arrays))
+            for direction in ("forward", "backward"):
+                times = rotate({str(n): calls[direction] for n, (_, calls) in enumerate(rows)}, session.rounds)
+                for n, (row, _) in enumerate(rows):
+                    session.add("sparse", "cuflash", direction=direction, **common, **row, ms=times[str(n)])
+
+
+def sparse_processor(session: Session) -> None:
+    """The same for the NumPy backend."""
+    seq = 512 if session.quick else 2048
+    shape = Shape(1, 8, 8, seq, seq, 64, 64)
+    common: Row = {"dtype": "float32", **asdict(shape), "causal": False}
+    with session.part("sparse processor", "cuflash", **common):
+        clock = Clock(np)
+        for row, calls in sparse_calls(shape, shape.arrays("float32")):
+            for direction, call in calls.items():
+                ms = clock.milliseconds(call, 3 if session.quick else 7)
+                session.add("sparse processor", "cuflash", direction=direction, **common, **row, ms=ms)
+
+
+#: suite -> its parts on a GPU, and those that need none
+SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[Session], None], ...]]] = {
+    "foundation": ((tensor_cores, wide_types, memory, host_time, first_call), (processor,)),
+    "hopper": ((hopper,), ()),
+    "sparse": ((sparse,), (sparse_processor,)),
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every backend and dtype, aligned and not; all options together on the aligned ones."""
+    """Every backend and dtype, aligned and not; all options together, and blocks that take turns, on the aligned ones."""
     from cuflash.backends import BACKENDS
 
     for row in BACKENDS:
@@ -54,6 +54,7 @@ def cases() -> Iterator[Case]:
             yield Case(row.name, dtype, 0, "plain")
             yield Case(row.name, dtype, 1, "causal")
             yield Case(row.name, dtype, 0, "everything")
+            yield Case(row.name, dtype, 0, "turns")
 
 
 def run(case: Case) -> None:
@@ -78,7 +79,8 @@ def run(case: Case) -> None:
     q, dout = array(1, 4, seq_q, dim), array(1, 4, seq_q, dim)
     k, v = array(1, 2, seq_k, dim), array(1, 2, seq_k, dim)
     real = np.float64 if case.dtype == "float64" else np.float32
-    options: dict[str, Any] = {"plain": {}, "causal": {"causal": True}}.get(case.options) or {
+    known = {"plain": {}, "causal": {"causal": True}, "turns": {"causal": True}}
+    options: dict[str, Any] = known.get(case.options) or {
         "causal": True,
         "window": (100, 20),
         "softcap": 3.0,
@@ -87,13 +89,16 @@ def run(case: Case) -> None:
         "modifiers": (
             cuflash.ALiBi(cupy.asarray(rng.random(4).astype(real))),
             cuflash.KeyLengths(cupy.asarray(np.array([120], np.int32))),
+            cuflash.Documents(*(cupy.asarray(np.arange(n, dtype=np.int32) // 50) for n in (seq_q, seq_k))),
+            cuflash.BlockMask(cupy.asarray(rng.random((4, 5, 9)) < 0.7), 16),
         ),
     }
     if case.options == "plain":
         options = {}
     options["backend"] = case.backend
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
-    gradients = cuflash.attention_backward(dout, q, k, v, out, lse, **options)
+    turns = case.options == "turns"
+    gradients = cuflash.attention_backward(dout, q, k, v, out, lse, deterministic=turns, **options)
     cupy.cuda.Device().synchronize()
     for name, x in {"out": out, **gradients._asdict()}.items():
         if not np.isfinite(cupy.ascontiguousarray(x.view(bits)).get().view(dtype).astype(np.float64)).all():

@@ -79,7 +79,7 @@ def table(path: Path, topic: str) -> str:
     measured = [row for row in rows if not row.get("failure")]
     failures = dict.fromkeys(f"*{name(row)}: {row['failure']}*" for row in rows if row.get("failure"))
     parts = [TOPICS[topic](measured)] if measured else ["*Nothing could be measured.*"]
-    return "\n\n".join([*parts, *failures, source(path, result, on_gpu=topic != "processor")])
+    return "\n\n".join([*parts, *failures, source(path, result, on_gpu=not topic.endswith("processor"))])
 
 
 def source(path: Path, result: dict[str, Any], on_gpu: bool) -> str:
@@ -147,17 +147,20 @@ def support() -> str:
                 cells.append("-")
         lines.append((GPUS.get(capability, "-"), f"sm_{capability}", *cells))
     lines.append(("none", "host", *["`numpy`"] * len(DTYPES)))
-    differences = [(f"`{b.name}`", b.summary, f"{b.max_head_dim}", repeats(b)) for b in backends.BACKENDS]
-    differences.append(("`numpy`", "tiles in NumPy", "any", "yes"))
+    differences = [
+        (
+            f"`{b.name}`",
+            f"{b.summary}; on request" if b.on_request else b.summary,
+            f"{b.max_head_dim}",
+            "with `deterministic=True`",
+        )
+        for b in backends.BACKENDS
+    ]
+    differences.append(("`numpy`", "tiles in NumPy", "any", "always"))
     header = ("backend", "what it is", "largest head size", "backward repeats bit for bit")
     return "\n\n".join(
         [markdown(("GPU", "architecture", *DTYPES), lines, left=6), markdown(header, differences, left=4)]
     )
-
-
-def repeats(backend: backends.Backend) -> str:
-    """Whether a backend's backward gives the same bits every time, if it has one."""
-    return "-" if not backend.has_backward else "yes" if backend.deterministic_backward else "no"
 
 
 def problem_of(dtype: str) -> Problem:
@@ -266,6 +269,21 @@ def processor(rows: list[Row]) -> str:
     return markdown(header, lines, left=2)
 
 
+def sparse(rows: list[Row]) -> str:
+    """Times by the share of visible pairs, a column each."""
+    shares = list(dict.fromkeys(row["visible"] for row in rows))
+    groups: dict[tuple[Any, ...], dict[float, Row]] = {}
+    for row in rows:
+        groups.setdefault((row["head_dim"], row["direction"], row["pattern"]), {})[row["visible"]] = row
+    lines = []
+    for (_, direction, pattern), by_share in groups.items():
+        row = next(iter(by_share.values()))
+        cells = [text.milliseconds(by_share[share]["ms"]) if share in by_share else "-" for share in shares]
+        lines.append((f"{seq_and_batch(row)}, {row['dtype']}", direction, pattern, *cells))
+    header = ("batch x heads x seq x head_dim", "direction", "pattern", *(f"{share:.0%} visible" for share in shares))
+    return markdown(header, lines, left=3)
+
+
 TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "speed": speed,
     "precision": precision,
@@ -273,6 +291,8 @@ TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "host": host,
     "first call": first_call,
     "processor": processor,
+    "sparse": sparse,
+    "sparse processor": sparse,
 }
 
 

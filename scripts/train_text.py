@@ -544,8 +544,8 @@ def command_line() -> argparse.ArgumentParser:
     training.add_argument(
         "--deterministic",
         action="store_true",
-        help="make a GPU repeat itself to the last bit, or stop if cuflash cannot; without it one seed's losses may"
-        " differ by rounding there (NumPy always repeats itself)",
+        help="make a GPU repeat itself to the last bit; without it one seed's losses may differ by rounding there"
+        " (NumPy always repeats itself)",
     )
     training.add_argument(
         "--text", type=Path, nargs="+", metavar="FILE", help="UTF-8 files to train on instead of the standard library"

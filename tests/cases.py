@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from cuflash import problem
-from cuflash.modifiers import ALiBi, KeyLengths
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Modifier
 from cuflash.problem import canonical
 
 DTYPES = {
@@ -27,8 +27,8 @@ DTYPES = {
 class Case:
     """One call.
 
-    `mask` and `bias` say their axes by letters: "qk" is (seq_q, seq_k), "b11k" (*batch, 1, 1, seq_k).  `strides` is for
-    q, k, v, dout, mask and bias alike.
+    `mask`, `bias` and `blocks` say their axes by letters: "qk" is (seq_q, seq_k), "b11k" (*batch, 1, 1, seq_k); those of
+    `blocks` count blocks.  `documents` is a key of `DOCUMENTS`.  `strides` is for q, k, v, dout, mask and bias alike.
     """
 
     name: str
@@ -49,6 +49,10 @@ class Case:
     bias: str | None = None
     alibi: str | None = None
     lengths: tuple[int, ...] | str | None = None
+    documents: str | None = None
+    blocks: str | None = None
+    block_size: tuple[int, int] = (16, 16)
+    block_density: float = 0.4
     dlse: bool = False
     values: str = "normal"
     strides: str = "contiguous"
@@ -74,7 +78,7 @@ class Case:
             for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()
         }
         dlse = rng.standard_normal((*self.batch, self.heads_q, self.seq_q)).astype(statistics) if self.dlse else None
-        modifiers = []
+        modifiers: list[Modifier] = []
         if self.alibi is not None:
             slopes = {"h": (self.heads_q,), "bh": (*self.batch, self.heads_q), "1": (1,)}[self.alibi]
             modifiers.append(ALiBi(rng.uniform(0.05, 0.5, slopes).astype(statistics)))
@@ -84,6 +88,13 @@ class Case:
                 rng.integers(0, self.seq_k + 1, self.batch) if random else np.broadcast_to(self.lengths, self.batch)
             )
             modifiers.append(KeyLengths(lengths.astype(np.int32)))
+        if self.documents is not None:
+            ids = DOCUMENTS[self.documents]
+            modifiers.append(Documents(*(ids(rng, self.batch, n).astype(np.int32) for n in (self.seq_q, self.seq_k))))
+        if self.blocks is not None:
+            counts = [-(-n // size) for n, size in zip((self.seq_q, self.seq_k), self.block_size, strict=True)]
+            shape = replace(self, seq_q=counts[0], seq_k=counts[1]).axes(self.blocks)
+            modifiers.append(BlockMask(rng.random(shape) < self.block_density, self.block_size))
         options = {
             "scale": self.scale,
             "causal": self.causal,
@@ -109,6 +120,24 @@ class Case:
     def place(self, x: np.ndarray) -> np.ndarray:
         return STRIDES[self.strides](x)
 
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+def packed(rng: np.random.Generator, batch: tuple[int, ...], seq: int) -> np.ndarray:
+    """Documents of random lengths, one after the other, each batch entry its own."""
+    return np.sort(rng.integers(-2, 3, (*batch, seq)), axis=-1)
+
+
+DOCUMENTS: dict[str, Any] = {
+    "packed": packed,
+    "packed alike": lambda rng, batch, seq: packed(rng, (), seq),
+    "halves": lambda rng, batch, seq: np.arange(seq) * 2 // max(seq, 1),
+    "mixed": lambda rng, batch, seq: rng.integers(0, 3, (*batch, seq)),
+    "one": lambda rng, batch, seq: np.zeros(1, int),
+    "strangers": lambda rng, batch, seq: np.full((seq,), rng.integers(1 << 30)),
+    "extreme ids": lambda rng, batch, seq: np.sort(rng.choice([-(1 << 31), -1, (1 << 31) - 1], seq)),
+}
 
 # ---- values ----------------------------------------------------------------------------------------------------------
 
@@ -236,6 +265,33 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lengths": {"lengths": "random"},
     "lengths-zero": {"lengths": (0, 45)},
     "lengths-causal": {"lengths": (20, 41), "causal": True},
+    "documents": {"documents": "packed"},
+    "documents-causal": {"documents": "packed alike", "causal": True, "dlse": True},
+    "documents-mixed": {"documents": "mixed", "window": (20, 9)},
+    "documents-one": {"documents": "one"},
+    "documents-strangers": {"documents": "strangers"},
+    "documents-extreme": {"documents": "extreme ids", "heads_q": 4, "lengths": (45, 20)},
+    "blocks": {"blocks": "bhqk"},
+    "blocks-causal": {"blocks": "hqk", "causal": True, "dlse": True, "heads_q": 4},
+    "blocks-uneven": {"blocks": "b1qk", "block_size": (7, 33), "block_density": 0.5},
+    "blocks-single": {"blocks": "qk", "block_size": (1, 1), "block_density": 0.3},
+    "blocks-huge": {"blocks": "h11", "block_size": (1 << 40, 1 << 30), "block_density": 0.5},
+    "blocks-row": {"blocks": "hq1", "block_density": 0.5},
+    "blocks-few": {"blocks": "hqk", "block_density": 0.1},
+    "sparse-everything": {
+        "heads_q": 4,
+        "causal": True,
+        "window": (30, None),
+        "softcap": 3.0,
+        "mask": "b1qk",
+        "bias": "h1k",
+        "alibi": "h",
+        "lengths": (37, 45),
+        "documents": "packed alike",
+        "blocks": "bhqk",
+        "block_density": 0.7,
+        "dlse": True,
+    },
     "lse-gradient": {"dlse": True, "causal": True},
     "groups": {"heads_q": 6, "heads_k": 2, "causal": True},
     "groups-window-bias": {"heads_q": 4, "heads_k": 1, "window": (6, 2), "bias": "hqk"},

@@ -291,7 +291,10 @@ def test_every_call_documents_every_parameter(call: Any) -> None:
     assert "arXiv:2205.14135" in text
 
 
-@pytest.mark.parametrize("module", ["api", "numpy_backend", "reference", "modifiers.alibi", "modifiers.lengths"])
+@pytest.mark.parametrize(
+    "module",
+    ["api", "numpy_backend", "reference", *(f"modifiers.{n}" for n in ("alibi", "blocks", "documents", "lengths"))],
+)
 def test_examples_in_the_documentation_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"cuflash.{module}"))
     assert result.attempted > 0

@@ -74,11 +74,24 @@ def test_compilers(compiler):
         assert chosen(call_of(), device, requested="wgmma")[0] == "wgmma"
 
 
-@pytest.mark.skipif(
-    next(row for row in BACKENDS if row.name == "wgmma").has_backward, reason="it has a backward: see the next tests"
+@pytest.mark.parametrize(
+    ("head_dim", "options", "reason"),
+    [
+        (128, {"softcap": 2.0}, None),
+        (96, {"softcap": 2.0, "mask": True}, None),
+        (104, {"softcap": 2.0, "mask": True}, "no room for the slopes of softcap beside mask at head size 104"),
+        (256, {"mask": True}, None),
+    ],
 )
-def test_there_is_no_backward():
-    assert refused(call_of(), backward=True) == "it has no backward yet"
+def test_backward(head_dim, options, reason):
+    """Derivatives of the softcap stay in registers for a while, which wide heads and other modifiers need as well."""
+    if "mask" in options:
+        options = {**options, "mask": np.ones((33, 45), bool)}
+    call = call_of((2, 4, 33, head_dim), **options)
+    if reason:
+        assert reason in refused(call, backward=True)
+    else:
+        assert chosen(call, requested="wgmma", backward=True)[0] == "wgmma"
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(264, 64), (64, 264)])
@@ -90,8 +103,7 @@ def test_heads_above_256(head_dim, head_dim_v):
 
 
 def test_heads_that_fit_no_tile():
-    """The output of one tile of queries takes the place of narrower queries."""
-    assert "head_dim 128 with head_dim_v 256: no tile" in refused(call_of((2, 4, 33, 128), head_dim_v=256))
+    assert chosen(call_of((2, 4, 33, 128), head_dim_v=256), requested="wgmma")[0] == "wgmma"
     assert chosen(call_of((2, 4, 33, 256), head_dim_v=128), requested="wgmma")[0] == "wgmma"
     assert "no tile" in refused(call_of((2, 4, 33, 256)), replace(HOPPER, shared_limit=64 * 1024))
 
@@ -100,7 +112,7 @@ def test_more_tiles_than_are_counted():
     """The grid stays small however many tiles there are, so that its limit is none on them."""
     fits, more = ((2**n, 2, 1, 16) for n in (29, 30))
     assert chosen(call_of(fits, seq_k=1), requested="wgmma")[0] == "wgmma"
-    assert "2147483648 tiles of queries are more than the 1073741824" in refused(call_of(more, seq_k=1))
+    assert "2147483648 tiles are more than the 1073741824" in refused(call_of(more, seq_k=1))
 
 
 @pytest.mark.parametrize("empty", [{"shape_q": (0, 4, 33, 64)}, {"shape_q": (2, 4, 0, 64)}, {"seq_k": 0}], ids=str)
@@ -121,7 +133,7 @@ def test_arrays_without_a_tensor_map(name):
 
 
 def test_the_device_tests_reach_hopper_kernels():
-    """Of the options that are tested on a device, all but those with rows of 12 elements are taken."""
+    """Of the options that are tested on a device, all but those with rows of 12 elements or hidden tiles are taken."""
     refusals = set()
     for case in TILED:
         call, _, _ = replace(case, dtype="float16").call()
@@ -132,7 +144,8 @@ def test_the_device_tests_reach_hopper_kernels():
             assert select(call.problem, HOPPER, dict(at), requested="wgmma")[0].name == "wgmma"
         except UnsupportedError:
             refusals.add(case.name)
-    assert refusals == {"everything"}
+    assert {name.partition("-")[0] for name in refusals} == {"everything", "documents", "blocks", "sparse"}
+    assert len(refusals) < len(TILED) / 2
 
 
 @pytest.mark.parametrize("strides", STRIDES)

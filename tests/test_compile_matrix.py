@@ -58,6 +58,7 @@ def entries() -> Iterator[Entry]:
             if not (dtype == "bfloat16" and arch < 80):
                 yield Entry(arch, dtype, *sizes, option, aligned)
                 yield Entry(arch, dtype, *sizes, option, aligned, seq_q=1)
+                yield Entry(arch, dtype, *sizes, option, aligned, deterministic=True)
         for dtype, sizes, option in product(HALVES, HOPPER_SIZES, (*OPTIONS, *TOGETHER)):
             yield hopper(dtype, sizes, option)
             yield hopper(dtype, sizes, option, seq_q=LONG)
@@ -83,6 +84,18 @@ def entries() -> Iterator[Entry]:
         yield Entry(arch, "bfloat16", *sizes, "everything")
     for arch, dtype in product((80, 86, 89, 100, 120), ("float32", "float64")):
         yield Entry(arch, dtype, 128, 128, "everything")
+    for (arch, dtype), sizes, option in product(
+        ((90, "bfloat16"), (80, "float16"), (75, "float16")), HEAD_SIZES, ("plain", "causal", "everything")
+    ):
+        yield Entry(arch, dtype, *sizes, option, deterministic=True)
+    for arch, dtype, size, option in product(
+        (75, 90), ("float32", "float64"), (40, 64, 128, 256), ("plain", "everything")
+    ):
+        yield Entry(arch, dtype, size, size, option, deterministic=True)
+    for option, size in product(("sparse-causal", "sparse-everything"), (64, 128)):
+        for arch, dtype in ((75, "float16"), (80, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64")):
+            yield Entry(arch, dtype, size, size, option)
+            yield Entry(arch, dtype, size, size, option, aligned=False)
     # What takes the most registers of each tile; what many modifiers take is much the same for all head sizes.
     for sizes, option in product(HOPPER_SIZES, ("plain", "causal")):
         yield hopper("bfloat16", sizes, option)
@@ -102,7 +115,8 @@ def matrix() -> list:
     for entry in entries():
         try:
             for variant in entry.variants():
-                if variant.kernel.startswith(("backward_delta", "backward_convert")) and not FULL:
+                plain = variant.kernel.startswith(("backward_delta", "backward_convert"))
+                if plain and not getattr(variant.config, "turns", 0) and not FULL:
                     variant = replace(variant, modifiers=())  # these kernels look at no score
                 found.setdefault((entry.arch, variant), entry)
         except UnsupportedError:  # test_heads_that_no_tile_fits knows them

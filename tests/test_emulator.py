@@ -816,6 +816,66 @@ def test_divergence_and_deadlock(name: str, seed: int) -> None:
         assert part in message
 
 
+# ---- blocks that run at once -----------------------------------------------------------------------------------------
+HAND_OVER = """
+typedef unsigned int u32;
+struct HandOverParams { u32* turn; float* order; int fault; };
+extern "C" __global__ void hand_over(const __grid_constant__ HandOverParams p) {  // the last block is the first to go
+  const u32 mine = gridDim.x - 1 - blockIdx.x;
+  if (threadIdx.x == 0) {
+    u32 now;
+    do {
+      __nanosleep(20);
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(p.turn) : "memory");
+    } while (now != mine);
+    p.order[mine] = blockIdx.x;
+    if (p.fault == int(blockIdx.x)) p.order[gridDim.x] = 0;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(p.turn), "r"(mine + 1) : "memory");
+}
+"""
+
+
+def hand_over(blocks: int, seed: int, residents: int, wrong_block: int = -1) -> tuple[list[float], int]:
+    kernel = EmulatedKernel(HAND_OVER, "hand_over")
+    with GuardedArena() as arena:
+        turn, order = arena.zeros(1, np.uint32, "turn"), arena.empty(blocks, np.float32, "order")
+        record = np.array([(turn.ctypes.data, order.ctypes.data, wrong_block, 0)], "u8,u8,i4,i4").tobytes()
+        kernel.launch((blocks,), 64, record, seed=seed, residents=residents)
+    return order.tolist(), kernel.switches()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_resident_blocks_can_wait_for_each_other(seed: int) -> None:
+    assert hand_over(4, seed, residents=4)[0] == [3, 2, 1, 0]
+    assert hand_over(4, seed, residents=16)[0] == [3, 2, 1, 0], "more than there are blocks"
+
+
+@pytest.mark.parametrize("residents", [1, 3])
+def test_a_block_that_waits_for_one_that_cannot_start_is_in_a_deadlock(residents: int) -> None:
+    with pytest.raises(EmulatorError, match=r"deadlock") as found:
+        hand_over(4, 0, residents)
+    assert "threads 0 wait: nanosleep, again and again\n    at <stdin>:9" in str(found.value)
+    assert "threads 32-63 wait: bar.sync 0" in str(found.value)
+
+
+def test_a_seed_repeats_the_schedule_of_resident_blocks() -> None:
+    switches = [hand_over(5, seed, residents=5)[1] for seed in (1, 2, 1)]
+    assert switches[0] == switches[2] != switches[1]
+
+
+def test_a_fault_of_a_resident_block_is_told() -> None:
+    with pytest.raises(EmulatorError, match=r"\[block 1,0,0, thread 0\].*'order' .* outside it\n  at <stdin>:13"):
+        hand_over(4, 3, residents=4, wrong_block=1)
+    assert hand_over(4, 3, residents=4)[0] == [3, 2, 1, 0], "the next launch is a whole one"
+
+
+def test_too_many_residents_are_refused() -> None:
+    with pytest.raises(EmulatorError, match="more than 16 resident blocks"):
+        hand_over(4, 0, residents=17)
+
+
 # ---- bugs that only some schedules show ------------------------------------------------------------------------------
 PIPELINE = """
 typedef unsigned int u32;

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import ALiBi, ArgumentError, CuflashError, KeyLengths, ShapeError, UnsupportedError
+from cuflash import (
+    ALiBi,
+    ArgumentError,
+    BlockMask,
+    CuflashError,
+    Documents,
+    KeyLengths,
+    ShapeError,
+    UnsupportedError,
+)
 from cuflash.modifiers import Modifier
 
 # heads_q 4, heads_k 2, seq_q 5, seq_k 7, head_dim 8, head_dim_v 6
@@ -170,6 +179,22 @@ INPUT_CASES = [
     case("slopes words", "slopes of ALiBi has dtype <U1", "real", modifiers=[ALiBi(["a"] * 4)]),
     case("slopes NaN", "slopes of ALiBi contains nan", "finite", modifiers=[ALiBi([1.0, float("nan"), 1.0, 1.0])]),
     case("slopes beyond float32", "slopes of ALiBi contains 1e+39", "float32", modifiers=[ALiBi([1e39] * 4)]),
+    case("ids absent", "ids_k of Documents is None", "numpy.asarray", modifiers=[Documents([0] * 5)]),
+    case("ids float", "ids_q of Documents has dtype float64", "int32", modifiers=[Documents([0.5] * 5, [0] * 7)]),
+    case("ids bool", "ids_k of Documents has dtype bool", "int32", modifiers=[Documents([0] * 5, [True] * 7)]),
+    case("ids too large", "ids_q of Documents contains 2147483648", modifiers=[Documents([1 << 31] * 5, [0] * 7)]),
+    case("ids ragged", "ids_q of Documents=[[1], [1, 2]]", "no array", modifiers=[Documents([[1], [1, 2]], [0] * 7)]),
+    shape_case("six ids", "ids_q of Documents has shape (6,)", "(2, 5)", modifiers=[Documents([0] * 6, [0] * 7)]),
+    shape_case("ids of heads", "ids_k of Documents", "(2, 7)", modifiers=[Documents([0] * 5, np.ones((2, 4, 7), int))]),
+    case("two Documents", "documents 2 times", "at most once", modifiers=[Documents([0] * 5, [0] * 7)] * 2),
+    case("blocks absent", "blocks of BlockMask is None", "numpy.asarray", modifiers=[BlockMask(None, 4)]),
+    case("blocks int", "blocks of BlockMask has dtype int64", "bool", modifiers=[BlockMask([[1, 1], [1, 1]], 4)]),
+    shape_case(
+        "too few blocks",
+        "blocks of BlockMask has shape (2, 3)",
+        "(*batch, heads_q, ceil(seq_q / 4), ceil(seq_k / 4)) = (2, 4, 2, 2)",
+        modifiers=[BlockMask(np.ones((2, 3), bool), 4)],
+    ),
     shape_case("slopes per key head", "slopes of ALiBi has shape (2,)", "(2, 4)", modifiers=[ALiBi([1.0, 2.0])]),
 ]
 

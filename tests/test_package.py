@@ -332,6 +332,18 @@ def test_bench_measures_the_processor(tmp_path, monkeypatch, capsys):
     assert "processor" in capsys.readouterr().out
 
 
+def test_bench_measures_sparsity(tmp_path, monkeypatch):
+    out = tmp_path / "cpu-sparse.json"
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--suite", "sparse", "--cpu", "--quick", "--out", str(out)])
+    assert bench.main() == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert not [row for row in rows if row.get("failure")]
+    assert {(row["pattern"], row["visible"]) for row in rows} >= {("dense", 1.0), ("documents", 0.1)}
+    lines = tables.table(out, "sparse processor").splitlines()
+    assert lines[0].count("% visible") == 4
+    assert sum("| forward | blocks of 128 |" in line for line in lines) == 1
+
+
 def test_bench_keeps_going_after_a_failure(capsys):
     session = bench.Session(quick=True, peers=False)
     with session.part("speed", "fa2", dtype="bfloat16"):

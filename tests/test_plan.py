@@ -10,7 +10,7 @@ import pytest
 from cuflash import abi, plan
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
-from cuflash.modifiers import ALiBi, KeyLengths
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
 from cuflash.place import Placed, merged_batch, placed
 from cuflash.problem import MAX_SEQ, Call, describe
 from tests.cases import DTYPES, STRIDES
@@ -61,8 +61,8 @@ def forward(call: Call, device=DEVICE, **others: Placed) -> plan.Plan:
     return plan.plan_forward(call.problem, device, places(call, **others))
 
 
-def backward(call: Call, device=DEVICE, **others: Placed) -> plan.Plan:
-    return plan.plan_backward(call.problem, device, places(call, "backward", **others))
+def backward(call: Call, device=DEVICE, deterministic=False, **others: Placed) -> plan.Plan:
+    return plan.plan_backward(call.problem, device, places(call, "backward", **others), deterministic)
 
 
 def record_of(made: plan.Plan, **pointers: int) -> np.void:
@@ -265,6 +265,12 @@ OPTIONS = {
     "window": lambda sq, sk: {"window": (3, 5), "softcap": 2.0},
     "mask": lambda sq, sk: {"mask": np.ones((sq, sk), bool)},
     "bias": lambda sq, sk: {"bias": np.zeros((sk,), np.float16), "modifiers": OPERANDS},
+    "sparse": lambda sq, sk: {
+        "modifiers": (
+            Documents(np.zeros(sq, np.int32), np.zeros(sk, np.int32)),
+            BlockMask(np.ones((-(-sq // 64), -(-sk // 64)), bool), 64),
+        )
+    },
 }
 SHORT = 64  # queries: fewer fill no large tile
 
@@ -354,6 +360,53 @@ def test_workspace(dtype):
     assert record_of(made)["dq_width"] == main.config.head_dim
     assert record_of(made)["rows_padded"] == rows // 12
     assert forward(call).statistics_bytes == forward(call).dq_sum_bytes == 0
+
+
+# ---- a backward whose blocks take turns ------------------------------------------------------------------------------
+@pytest.mark.parametrize("head_dim", [40, 200])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_turns(dtype, head_dim):
+    """A counter for each tile of queries, head and chunk of dq, and one that numbers the blocks; without turns nothing changes."""
+    call = call_of((3, 4, 300, head_dim), dtype=dtype)
+    plain, turns = backward(call), backward(call, deterministic=True)
+    assert "turns" not in plain.workspace()
+    assert int(record_of(plain)["turns"]) == 0
+    (delta, main, convert), (delta_plain, main_plain, convert_plain) = turns.steps, plain.steps
+    assert main.config == replace(main_plain.config, deterministic=True)
+    assert convert == convert_plain
+    assert (delta.blocks, main.blocks) == (delta_plain.blocks, main_plain.blocks)
+    chunks = main.config.head_dim // getattr(main.config, "chunk", main.config.head_dim)
+    assert (chunks > 1) == (head_dim == 200 and dtype in ("float16", "bfloat16"))
+    tiles = -(-300 // main.config.block_q)
+    assert turns.workspace()["turns"] == 4 * (1 + 3 * 4 * tiles * chunks)
+    assert (delta.config.key_tile, delta.config.turns) == (main.config.block_k, chunks)
+    assert {**turns.workspace(), "turns": 0} == {**plain.workspace(), "turns": 0}
+
+
+@pytest.mark.parametrize("empty", [{"shape_q": (0, 4, 33, 64)}, {"shape_q": (2, 4, 0, 64)}])
+def test_without_a_query_there_are_no_turns(empty):
+    """Nothing would set the counters."""
+    made = backward(call_of(**empty), deterministic=True)
+    assert not made.turns_bytes
+    assert not made.steps[1].config.deterministic
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 33, 45), (2, 1, 33, 45), (33, 45), (45,), (2, 4, 33, 1), (2, 4, 1, 45), (1,)])
+def test_turns_refuse_gradients_of_a_bias_that_is_broadcast(shape):
+    call = call_of(bias=np.zeros(shape, np.float16))
+    full = tuple(n if i < 4 - len(shape) else shape[i - 4] for i, n in enumerate((1,) * 4))
+    with pytest.raises(UnsupportedError) as found:
+        backward(call, deterministic=True)
+    for part in (f"bias of shape {full}", "scores of shape (2, 4, 33, 45)", "pass bias as an array of that shape"):
+        assert part in str(found.value)
+    assert backward(call).steps
+
+
+def test_turns_take_a_bias_whose_gradient_has_single_terms():
+    assert backward(call_of(bias=np.zeros((2, 4, 33, 45), np.float16)), deterministic=True).turns_bytes
+    alone = call_of((1, 1, 33, 64), heads_k=1, bias=np.zeros((33, 45), np.float16))
+    assert backward(alone, deterministic=True).turns_bytes, "axes of length 1 are no broadcast"
+    assert backward(call_of((0, 4, 33, 64), bias=np.zeros((45,), np.float16)), deterministic=True).steps
 
 
 @pytest.mark.parametrize(

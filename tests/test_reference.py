@@ -24,6 +24,8 @@ def tiny(name, **changes):
         options[axis] = SIZES[options.get(axis, getattr(Case, axis))]
     if isinstance(options.get("lengths"), tuple):
         options["lengths"] = tuple(-(-n * 6 // 45) for n in options["lengths"])
+    if "blocks" in options:
+        options["block_size"] = tuple(-(-n // 8) for n in options.get("block_size", Case.block_size))
     if options.get("mask_density", 1) < 0.2:
         options["mask_density"] = 0.4
     dims = {"head_dim": 2, "head_dim_v": 4} if name == "wide-values" else {"head_dim": 3, "head_dim_v": 2}

@@ -182,22 +182,31 @@ def test_boxes_are_those_of_the_tile():
     assert max(boxes.values()) <= 256, "TMA copies at most 256 rows at once"
 
 
-def test_a_map_is_encoded_once_for_an_address(monkeypatch):
-    calls = []
+def test_a_map_is_encoded_once_for_an_address():
+    made = call()
+    planned = plan.plan_forward.__wrapped__(made.problem, described_device(90), places(made), "wgmma")
+    encoded = []
 
+    def encode(tensor_map, address):
+        encoded.append((tensor_map.array, address))
+        return bytes([len(encoded)]) * abi.MAP_BYTES
+
+    pointers = {"q": 16, "k": 32, "v": 48, "out": 64}
+    first = planned.arguments(pointers, encode)
+    assert planned.arguments(pointers, encode) == first
+    assert encoded == list(pointers.items())
+    other = planned.arguments({**pointers, "k": 1 << 20}, encode)
+    assert encoded[4:] == [("k", 1 << 20)]
+    at = planned.offsets["k_map"]
+    assert first[at : at + abi.MAP_BYTES] == bytes([2]) * abi.MAP_BYTES
+    assert other[at : at + abi.MAP_BYTES] == bytes([5]) * abi.MAP_BYTES
+
+
+def test_a_map_that_the_driver_refuses(monkeypatch):
     class Driver:
         def cuTensorMapEncodeTiled(self, *arguments):  # noqa: N802 - the driver's name
-            calls.append(arguments)
-            return int(len(calls) > 2)
+            return 1
 
     monkeypatch.setattr(tensormap, "_driver", Driver)
-    tensormap.encode.cache_clear()
-    try:
-        tensor_map = map_of("q", call())
-        for address in (0, 1 << 20, 0, 1 << 20):
-            assert len(tensormap.encode(tensor_map, address)) == abi.MAP_BYTES
-        assert len(calls) == 2
-        with pytest.raises(UnsupportedError, match=r"the driver refuses a tensor map.*backend='mma'"):
-            tensormap.encode(tensor_map, 2 << 20)
-    finally:
-        tensormap.encode.cache_clear()
+    with pytest.raises(UnsupportedError, match=r"the driver refuses a tensor map.*backend='mma'"):
+        tensormap.encode(map_of("q", call()), 2 << 20)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuflash import plan
-from cuflash.backends import BACKENDS, described_device
-from cuflash.modifiers import ALiBi, KeyLengths
+from cuflash.backends import described_device
+from cuflash.errors import UnsupportedError
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
 from cuflash.problem import describe
 from cuflash.variant import Variant
 from tests.cases import DTYPES
@@ -39,10 +40,11 @@ class Entry:
     options: str = "plain"
     aligned: bool = True
     seq_q: int = LENGTH
+    deterministic: bool = False
     backend: str | None = None
 
     def variants(self) -> Iterator[Variant]:
-        """The kernels of its forward, and of its backward where the backend that is asked for has one."""
+        """The kernels of its forward and backward."""
         dtype = DTYPES[self.dtype]
         q, k, v, out = (
             self.place((1, HEADS, n, d))
@@ -61,8 +63,11 @@ class Entry:
         backward = plan.backward_arrays(call, out=out, lse=lse, dout=out, dq=q, dk=k, dv=v, **sums)
         forward, backward = (plan.places_of(problem, arrays) for arrays in (forward, backward))
         steps = plan.plan_forward(problem, device, forward, self.backend).steps
-        if all(row.has_backward for row in BACKENDS if row.name == self.backend):
-            steps += plan.plan_backward(problem, device, backward, requested=self.backend).steps
+        try:
+            steps += plan.plan_backward(problem, device, backward, self.deterministic, self.backend).steps
+        except UnsupportedError:
+            if self.backend != "wgmma":  # whose backward leaves some modifiers to mma
+                raise
         for step in steps:
             yield step.variant
 
@@ -85,10 +90,12 @@ def options(name: str, dtype: np.dtype, seq_q: int) -> dict:
         "causal": {"causal": True},
         "window": {"window": (5, 3)},
         "softcap": {"softcap": 2.0},
-        "bias": {"bias": np.ones((seq_q, LENGTH), dtype)},
+        "bias": {"bias": np.ones((1, HEADS, seq_q, LENGTH), dtype)},
         "mask": {"mask": np.ones((seq_q, LENGTH), bool)},
         "alibi": {"modifiers": (ALiBi(np.ones(HEADS, statistics)),)},
         "lengths": {"modifiers": (KeyLengths(np.ones(1, np.int32)),)},
+        "documents": {"modifiers": (Documents(np.ones(seq_q, np.int32), np.ones(LENGTH, np.int32)),)},
+        "blocks": {"modifiers": (BlockMask(np.ones((-(-seq_q // 16), LENGTH // 16), bool), 16),)},
         "negative-scale": {"scale": -1.0},
     }
     parts = [single[part] for part in TOGETHER.get(name, (name,))]
@@ -100,9 +107,26 @@ RANGES = ("causal", "window", "lengths")
 #: several options as one
 TOGETHER = {
     "everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths"),
+    "sparse-causal": ("causal", "documents", "blocks"),
+    "sparse-everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths", "documents", "blocks"),
     "ranges": RANGES,
     "ranges-bias": (*RANGES, "bias"),
     "ranges-mask": (*RANGES, "mask"),
     "ranges-alibi": (*RANGES, "alibi"),
 }
-OPTIONS = ("plain", "causal", "window", "softcap", "bias", "mask", "alibi", "lengths", "negative-scale", "everything")
+OPTIONS = (
+    "plain",
+    "causal",
+    "window",
+    "softcap",
+    "bias",
+    "mask",
+    "alibi",
+    "lengths",
+    "documents",
+    "blocks",
+    "sparse-causal",
+    "negative-scale",
+    "everything",
+    "sparse-everything",
+)

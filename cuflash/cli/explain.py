@@ -59,7 +59,7 @@ def described(shape: Shape, dtype: str, capability: int, backend: str | None, op
         for planned in (forward, backward)
         for step in planned.steps
     ]
-    workspace = backward.statistics_bytes + backward.dq_sum_bytes
+    workspace = sum(backward.workspace().values())
     return "\n".join(
         [
             text.facts([*facts, *((f"not {name}", why) for name, why in forward.reasons.items())]),

@@ -1,10 +1,12 @@
 // Before the backward: per query, lse in the units of the exponent and delta = dout·out - dlse; the sums of dq start at 0.
+// Where these are added to in turns, the turn starts with the first tile of keys that adds, and no block has started.
 //
 // Job: a few lanes share a row and read it in 16-byte pieces; rows from seq_q to rows_padded get statistics that make their
 // probabilities 0, so that the main kernel needs no test for them.
-// Invariant: every element of `statistics` and `dq_sum` is written.
+// Invariant: every element of `statistics`, `dq_sum` and, if there are any, `turns` is written.
 // Source: FlashAttention-2 (arXiv:2307.08691), section 3.1.2; delta replaces the sum over keys of p·dp.
 #include "variant.cuh"  // generated: Config, Params, modifiers
+#include "attention/mask.cuh"
 #include "attention/softmax.cuh"
 #include "hw/reduce.cuh"
 
@@ -57,4 +59,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
   if (p.dq_sum)
     for (int c = lane; c < p.dq_width; c += Config::kLanes)
       static_cast<Real*>(p.dq_sum)[line * p.dq_width + c] = Real(0);
+  if constexpr (Config::kTurns > 0) {
+    u32* turns = static_cast<u32*>(p.turns);
+    if (line == 0 && lane == 0) *turns = 0;
+    if (row % Config::kBlockQ == 0 && lane == 0) {
+      place.key_count = Visibility::key_count(p, place);
+      const int first = first_key_tile<Config::kBlockQ, Config::kKeyTile>(p, place, row / Config::kBlockQ);
+      for (int i = 0; i < Config::kTurns; ++i) turns[1 + line / Config::kBlockQ * Config::kTurns + i] = first;
+    }
+  }
 }

@@ -5,13 +5,20 @@
 // transposed, a row per key.  With one column of warps, P and dS are already the A operands of dV += Pᵀ dO and dK += dSᵀ Q and
 // only dS goes through shared memory, for dQ = dS K; with more, warps share rows and both go through shared memory, which
 // costs less traffic than it saves where head sizes are large.  dQ is added to float32 sums in global memory, the one sum
-// whose order varies.  Beyond 256 columns of dK and dV together a block computes one chunk of them, from the whole S and dP.
+// whose order varies, unless blocks take turns.  Beyond 256 columns of dK and dV together a block computes one chunk of them,
+// from the whole S and dP.
 // Invariants: all threads run the same steps; rows of Q, dO beyond seq_q and keys that nobody sees are zeros in shared memory.
+// In turns (kDeterministic): tiles of keys add to a tile of queries in ascending order.  Each counter starts at the first tile of
+// keys that adds and grows by one with each (attention/mask.cuh, first_key_tile), so that a block's turn has the number of its
+// tile.  It waits for earlier tiles of the same heads alone, whose blocks started before it.  Queries are walked over from the
+// last to the first: a block then begins where under a causal mask all blocks before it begin, too, and under a window none has
+// to come before it.
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2.
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "hw/copy.cuh"
 #include "hw/gemm_mma.cuh"
 #include "hw/reduce.cuh"
+#include "hw/turns.cuh"
 #include "attention/epilogue.cuh"
 
 constexpr int kKeyWarps = Config::kWarps / Config::kQueryWarps;
@@ -20,6 +27,8 @@ constexpr int kWarpWidth = Config::kChunk / Config::kQueryWarps, kWarpWidthV = C
 constexpr bool kSharesRows = Config::kQueryWarps > 1;
 constexpr int kDqWarpRows = Config::kBlockQ / (Config::kWarps / Config::kDqWarpColumns);
 constexpr int kDqWarpWidth = Config::kChunk / Config::kDqWarpColumns;
+// In turns every tile of queries is worked on, the hidden ones too: each walk over it passes the turn on.
+constexpr bool kPassesOver = Visibility::kHidesTiles && !Config::kDeterministic;
 constexpr bool kChunked = Config::kChunk < Config::kHeadDim || Config::kChunkV < Config::kHeadDimV;
 
 struct SharedStorage {
@@ -50,6 +59,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const int key_tiles = tiles_of(p.seq_k, Config::kBlockK);
   const int chunks = kChunked ? max(tiles_of(p.head_dim, Config::kChunk), tiles_of(p.head_dim_v, Config::kChunkV)) : 1;
   int index = blockIdx.x;
+  if constexpr (Config::kDeterministic) index = int(start_number(static_cast<u32*>(p.turns), shared_memory));
   const int tile = index % key_tiles;
   index /= key_tiles;
   const int chunk = index % chunks;
@@ -62,8 +72,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   const Range keys{tile * Config::kBlockK, min(p.seq_k, (tile + 1) * Config::kBlockK)};
   const Range queries = queries_seeing_any(p, place, keys);
-  const int first = queries.begin / Config::kBlockQ, last = tiles_of(queries.end, Config::kBlockQ);
-  const int steps = last > first ? (last - first) * p.group : 0;
+  const Range walk = tiles_over<Config::kBlockQ>(queries);
+  const int first = walk.begin, last = walk.end;
+  int steps = last > first ? (last - first) * p.group : 0;  // without the hidden ones that were passed over
   const int column = chunk * Config::kChunk, column_v = chunk * Config::kChunkV;
   const int head_dim = Config::kExact ? Config::kHeadDim : p.head_dim;  // known to the compiler where nothing is padded
   const int head_dim_v = Config::kExact ? Config::kHeadDimV : p.head_dim_v;
@@ -97,23 +108,32 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const ScoreFragment s_at(warp_key, warp_query);
   const auto as_it_is = [](int) { return 1.f; };
 
+  int start_head = first_head, start_tile = Config::kDeterministic ? last - 1 : first;
+  if constexpr (kPassesOver)
+    skip_hidden_queries<Config::kBlockQ>(p, place, keys, {first, last}, start_head, start_tile, steps);
   if (steps > 0) {
     const Range seen = keys_seen_by_any(p, place, {0, p.seq_q});
     copy_tile<Config::kThreads, Config::kAligned>(shared.k, matrix<const Element>(p.k, place.key_offset(p.k)),
                                                   keys.begin, seen, head_dim);
     copy_tile<Config::kThreads, Config::kAligned>(shared.v, matrix<const Element>(p.v, place.key_offset(p.v)),
                                                   keys.begin, seen, head_dim_v);
-    load_queries(first_head, first, 0);
-    load_dout(first_head, first, 0);
+    load_queries(start_head, start_tile, 0);
+    load_dout(start_head, start_tile, 0);
   }
-  place.head = first_head;
-  int query_tile = first, next_head = first_head, next_tile = first;
+  place.head = start_head;
+  int query_tile = start_tile, next_head = start_head, next_tile = start_tile;
   for (int step = 0; step < steps; ++step) {
     const int stage = Config::kStages == 2 ? step & 1 : 0, dout_stage = Config::kDoutStages == 2 ? step & 1 : 0;
-    const bool more = step + 1 < steps;
-    if (++next_tile == last) {
-      next_tile = first;
+    bool more = step + 1 < steps;
+    if (Config::kDeterministic ? next_tile-- == first : ++next_tile == last) {
+      next_tile = Config::kDeterministic ? last - 1 : first;
       ++next_head;
+    }
+    if constexpr (kPassesOver) {
+      int left = steps - (step + 1);
+      skip_hidden_queries<Config::kBlockQ>(p, place, keys, {first, last}, next_head, next_tile, left);
+      steps = step + 1 + left;
+      more = left > 0;
     }
     cp_async_wait_group<0>();
     __syncthreads();  // this tile has arrived; the previous one, its P and dS are no longer read
@@ -181,8 +201,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       gemm_columns_columns<Config::kBlockK, QueryFragment, Element>(dq, ds_tile, dq_row, shared.k, column + dq_column);
       const i64 tile_index = (i64(batch_index) * p.heads_q + place.head) * query_tiles + query_tile;
       const int dq_chunks = Config::kHeadDim / Config::kChunk;
-      DqTile::add(static_cast<float*>(p.dq_sum) + (tile_index * dq_chunks + (kChunked ? chunk : 0)) * DqTile::kSize,
-                  dq);
+      const i64 sum = tile_index * dq_chunks + (kChunked ? chunk : 0);
+      const auto add = [&] { DqTile::add(static_cast<float*>(p.dq_sum) + sum * DqTile::kSize, dq); };
+      if constexpr (Config::kDeterministic)
+        in_turn(static_cast<u32*>(p.turns) + 1 + sum, tile, add);
+      else
+        add();
     }
     place.head = next_head;
     query_tile = next_tile;

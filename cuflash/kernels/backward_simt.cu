@@ -3,19 +3,21 @@
 // Job: a block owns a tile of keys of one (batch entry, key head) and walks over the query tiles that see it, for every query
 // head of the group in turn.  Half of the warps compute S, P, dS and dK, the other half dP and dV, so that each thread's piece of a
 // product is large and reads little; all of them compute dQ.  dK and dV stay in registers and are written once; P, dP and dS pass
-// through shared memory; dQ is added to sums in global memory (the one sum whose order varies), row-major with kHeadDim columns.
+// through shared memory; dQ is added to sums in global memory, row-major with kHeadDim columns: the one sum whose order varies,
+// unless blocks take turns.
 // Invariants: all threads run the same steps; rows of Q and dO that see none of the keys, and keys that nobody sees, are zeros in
-// shared memory; the next Q and dO arrive while dQ is computed.
+// shared memory; the next Q and dO arrive while dQ is computed.  In turns (kDeterministic): as in backward_mma.cu.
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2.
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "hw/copy_simt.cuh"
 #include "hw/gemm_simt.cuh"
+#include "hw/turns.cuh"
 #include "attention/mask.cuh"
 #include "attention/epilogue.cuh"
 
 constexpr int kHalf = Config::kWarps / 2;
 static_assert(Config::kWarps % 2 == 0, "two halves");
-enum { kBothHalves = 1, kScoreHalf = 2 };  // barriers
+enum { kScoreHalf = 1 };  // a barrier; all threads of the block meet at barrier 0
 
 // kWarps warps over a tile: side by side, kWarpRows above each other, each a grid of lanes.
 template <int kWarps, int kWarpRows, int kLaneRows> struct Layout {
@@ -67,7 +69,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   // Longest first: under a causal mask the first keys are seen by the most queries.
   const int key_tiles = tiles_of(p.seq_k, Config::kBlockK);
-  const int tile = int(blockIdx.x % key_tiles), index = int(blockIdx.x / key_tiles), batch_index = index / p.heads_k;
+  u32 number = blockIdx.x;
+  if constexpr (Config::kDeterministic) number = start_number(static_cast<u32*>(p.turns), shared_memory);
+  const int tile = int(number % key_tiles), index = int(number / key_tiles), batch_index = index / p.heads_k;
   Place place;
   place.head_k = index % p.heads_k;
   place.set_batch(p, batch_index);
@@ -76,15 +80,27 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   const Range keys{tile * Config::kBlockK, min(p.seq_k, (tile + 1) * Config::kBlockK)};
   const Range queries = queries_seeing_any(p, place, keys);
-  const int first = queries.begin / Config::kBlockQ, last = tiles_of(queries.end, Config::kBlockQ);
+  const Range walk = tiles_over<Config::kBlockQ>(queries);
+  const int first = walk.begin, last = walk.end;
   const int steps = last > first ? (last - first) * p.group : 0;
 
   const auto source = [&](const View& view, i64 offset, Range rows, int columns) {
     return CopySource<Element>{
         static_cast<Element*>(view.data) + offset, view.row, view.column, rows.begin, rows.end, columns};
   };
+  const auto tile_at = [&](int step) {
+    const int passed = step % (last - first);
+    return Config::kDeterministic ? last - 1 - passed : first + passed;
+  };
+  // The first step from there on whose queries may see the keys.  In turns all are worked on: each passes the turn on.
+  const auto visible_from = [&](int step) {
+    if (Config::kDeterministic) return step;
+    int head = first_head + step / (last - first), tile = first + step % (last - first), left = steps - step;
+    skip_hidden_queries<Config::kBlockQ>(p, place, keys, {first, last}, head, tile, left);
+    return steps - left;
+  };
   const auto load_queries = [&](int step) {
-    const int head = first_head + step / (last - first), row = (first + step % (last - first)) * Config::kBlockQ;
+    const int head = first_head + step / (last - first), row = tile_at(step) * Config::kBlockQ;
     const i64 q_at = place.batch_offset(p.q) + head * p.q.head,
               dout_at = place.batch_offset(p.dout) + head * p.dout.head;
     copy_tile<Config::kThreads, Config::kAligned>(shared.q, source(p.q, q_at, queries, p.head_dim), row);
@@ -98,30 +114,33 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   Real sums[kSums];  // dK or dV
   clear(sums);
 
-  if (steps > 0) {
+  const int first_step = steps > 0 ? visible_from(0) : 0;
+  if (first_step < steps) {
     const Range seen = keys_seen_by_any(p, place, {0, p.seq_q});
     copy_tile<Config::kThreads, Config::kAligned>(shared.k, source(p.k, place.key_offset(p.k), seen, p.head_dim),
                                                   keys.begin);
     copy_tile<Config::kThreads, Config::kAligned>(shared.v, source(p.v, place.key_offset(p.v), seen, p.head_dim_v),
                                                   keys.begin);
-    load_queries(0);
+    load_queries(first_step);
   }
-  for (int step = 0; step < steps; ++step) {
+  int next_step;
+  for (int step = first_step; step < steps; step = next_step) {
     place.head = first_head + step / (last - first);
-    const Corner corner{(first + step % (last - first)) * Config::kBlockQ, keys.begin};
+    const Corner corner{tile_at(step) * Config::kBlockQ, keys.begin};
     const i64 line = (i64(batch_index) * p.heads_q + place.head) * p.rows_padded + corner.q;
     wait_for_copies();
     __syncthreads();  // this tile has arrived; the previous dS is no longer read
 
+    // What the score half carries over the barrier at which the halves meet; in the other half `s` is dP.
+    RowStatistics statistics[ScoreFragment::kSlots];
+    ScoreSlopes<ScoreFragment> slopes;
+    Real s[ScoreFragment::kSize];
+    clear(s);
     if (has_scores) {
-      RowStatistics statistics[ScoreFragment::kSlots];
 #pragma unroll
       for (int slot = 0; slot < ScoreFragment::kSlots; ++slot)
         statistics[slot] = static_cast<const RowStatistics*>(p.statistics)[line + s_at.row(slot)];
-      Real s[ScoreFragment::kSize];
-      clear(s);
       multiply_abt<ScoreFragment, Config::kHeadDim, kPitch, kPitch>(s, s_at, shared.q.data, shared.k.data);
-      ScoreSlopes<ScoreFragment> slopes;
       scores_of<true>(
           s, slopes, s_at, p, place, corner,
           tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {corner.k, corner.k + Config::kBlockK}));
@@ -129,8 +148,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       for (int i = 0; i < ScoreFragment::kSize; ++i)
         s[i] = probability(s[i], statistics[ScoreFragment::slot(i)].shift, p);
       store_tile<ScoreFragment, kPitchScore>(s, s_at, shared.p.data);
-      meet<kBothHalves, Config::kThreads>();  // P and dP are complete
+    } else {
+      multiply_abt<ScoreFragment, Config::kHeadDimV, kPitchV, kPitchV>(s, s_at, shared.dout.data, shared.v.data);
+      store_tile<ScoreFragment, kPitchScore>(s, s_at, shared.ds.data);
+    }
+    __syncthreads();  // P and dP are complete
 
+    if (has_scores) {
       Real dp[ScoreFragment::kSize];
       load_tile<ScoreFragment, kPitchScore>(dp, s_at, shared.ds.data);
 #pragma unroll
@@ -144,21 +168,23 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       multiply_atb<KeyFragment, Config::kBlockQ, kPitchScore, kPitch>(part<KeyFragment::kSize>(sums), dk_at,
                                                                       shared.ds.data, shared.q.data);
     } else {
-      Real dp[ScoreFragment::kSize];
-      clear(dp);
-      multiply_abt<ScoreFragment, Config::kHeadDimV, kPitchV, kPitchV>(dp, s_at, shared.dout.data, shared.v.data);
-      store_tile<ScoreFragment, kPitchScore>(dp, s_at, shared.ds.data);
-      meet<kBothHalves, Config::kThreads>();  // P and dP are complete
       multiply_atb<ValueFragment, Config::kBlockQ, kPitchScore, kPitchV>(part<ValueFragment::kSize>(sums), dv_at,
                                                                          shared.p.data, shared.dout.data);
     }
     __syncthreads();  // Q and dO are no longer read
-    if (step + 1 < steps) load_queries(step + 1);
+    next_step = step + 1 < steps ? visible_from(step + 1) : steps;
+    if (next_step < steps) load_queries(next_step);
 
     Real dq[QueryFragment::kSize];
     clear(dq);
     multiply_ab<QueryFragment, Config::kBlockK, kPitchScore, kPitch>(dq, dq_at, shared.ds.data, shared.k.data);
-    add_tile<QueryFragment, Config::kHeadDim>(dq, dq_at, static_cast<Real*>(p.dq_sum) + line * Config::kHeadDim);
+    const auto add = [&] {
+      add_tile<QueryFragment, Config::kHeadDim>(dq, dq_at, static_cast<Real*>(p.dq_sum) + line * Config::kHeadDim);
+    };
+    if constexpr (Config::kDeterministic)
+      in_turn(static_cast<u32*>(p.turns) + 1 + line / Config::kBlockQ, tile, add);
+    else
+      add();
   }
 
   if (has_scores)

@@ -4,7 +4,7 @@
 // Warps own query rows, so that no partial output is ever merged.  With two stages the next keys and values travel while
 // this block is worked on, one barrier per block; with one stage keys travel under the softmax and the second product,
 // values under the first.
-// Invariants: every thread of the block runs the same number of key blocks; keys are walked in ascending order.
+// Invariants: every thread of the block runs the same key blocks; keys are walked in ascending order, past hidden blocks.
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 1.
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "hw/copy.cuh"
@@ -58,7 +58,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const Place& place = work.place;
   const Range queries = work.queries, columns = work.columns;
   const Range seen = keys_seen_by_any(p, place, queries);
-  const int first = seen.begin / Config::kBlockK, last = tiles_of(seen.end, Config::kBlockK);
+  int first = seen.begin / Config::kBlockK;
+  const int last = tiles_of(seen.end, Config::kBlockK);
+  if constexpr (Visibility::kHidesTiles) first = next_visible_block<Config::kBlockK>(p, place, queries, first, last);
   const int head_dim = Config::kExact ? Config::kHeadDim : p.head_dim;  // known to the compiler where nothing is padded
 
   const auto load_k = [&](const Element* keys, int block, int stage) {
@@ -94,16 +96,21 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   }
   int stage = 0;
   bool more = first < last;
-  for (int block = first; more; ++block, stage ^= Config::kStages - 1) {
-    more = block + 1 < tiles_of(recomputed(seen.end), Config::kBlockK);
+  int hidden = 0;  // blocks behind the current one that the queries do not see and that are passed over
+  for (int block = first; more; block += 1 + hidden, stage ^= Config::kStages - 1) {
+    if constexpr (Visibility::kHidesTiles) {
+      const int end = tiles_of(seen.end, Config::kBlockK);
+      hidden = next_visible_block<Config::kBlockK>(p, place, queries, block + 1, end) - (block + 1);
+    }
+    more = block + 1 + hidden < tiles_of(recomputed(seen.end), Config::kBlockK);
     const Corner corner{queries.begin, block * Config::kBlockK};
     const Range keys{corner.k, corner.k + Config::kBlockK};
     if constexpr (Config::kStages == 2) {
       cp_async_wait_group<0>();
       __syncthreads();  // this block has arrived, the previous one is no longer read
       if (more) {
-        load_k(shared.keys, block + 1, stage ^ 1);
-        load_v(shared.values, block + 1, stage ^ 1);
+        load_k(shared.keys, block + 1 + hidden, stage ^ 1);
+        load_v(shared.values, block + 1 + hidden, stage ^ 1);
       }
     } else {
       cp_async_wait_group<1>();
@@ -120,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     }
     if constexpr (Config::kStages == 1) {
       __syncthreads();  // keys are no longer read
-      if (more) load_k(shared.keys, block + 1, 0);
+      if (more) load_k(shared.keys, block + 1 + hidden, 0);
     }
 
     ScoreSlopes<ScoreFragment> slopes;
@@ -138,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     gemm_registers_columns<ScoreFragment, OutFragment, Element>(o, s, shared.v[stage], 0);
     if constexpr (Config::kStages == 1) {
       __syncthreads();  // values are no longer read
-      if (more) load_v(shared.values, block + 1, 0);
+      if (more) load_v(shared.values, block + 1 + hidden, 0);
     }
   }
 

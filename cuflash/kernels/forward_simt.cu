@@ -63,11 +63,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   Real o[OutFragment::kSize];
   clear(o);
 
-  if (keys.begin < keys.end) {
+  const int first = next_visible_keys<Config::kBlockK>(p, place, queries, keys.begin, keys.end);
+  if (first < keys.end) {
     copy_tile<Config::kThreads, Config::kAligned>(shared.q, q, queries.begin);
-    copy_tile<Config::kThreads, Config::kAligned>(shared.k, k, keys.begin);
+    copy_tile<Config::kThreads, Config::kAligned>(shared.k, k, first);
   }
-  for (Corner corner{queries.begin, keys.begin}; corner.k < keys.end; corner.k += Config::kBlockK) {
+  int next;
+  for (Corner corner{queries.begin, first}; corner.k < keys.end; corner.k = next) {
     wait_for_copies();
     __syncthreads();  // K has arrived, V is no longer read
     copy_tile<Config::kThreads, Config::kAligned>(shared.v, v, corner.k);
@@ -76,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     products.multiply_first(s, shared.q, shared.k);
     wait_for_copies();
     __syncthreads();  // V has arrived, K is no longer read
-    if (corner.k + Config::kBlockK < keys.end)
-      copy_tile<Config::kThreads, Config::kAligned>(shared.k, k, corner.k + Config::kBlockK);
+    next = next_visible_keys<Config::kBlockK>(p, place, queries, corner.k + Config::kBlockK, keys.end);
+    if (next < keys.end) copy_tile<Config::kThreads, Config::kAligned>(shared.k, k, next);
 
     ScoreSlopes<ScoreFragment> slopes;
     scores_of<false>(s, slopes, products.first, p, place, corner,

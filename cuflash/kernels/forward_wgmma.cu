@@ -88,6 +88,13 @@ struct Source {
   }
 };
 
+// One thread of each block, when it takes no more: the last one leaves both words, tiles taken and blocks done, as they were
+// found, so that the next launch on the same stream starts anew.
+__device__ __forceinline__ void restart_counter(u32* taken) {
+  __threadfence();
+  if (atomicAdd(taken + 1, 1u) == gridDim.x - 1) taken[0] = taken[1] = 0;
+}
+
 // One thread: loads in the order in which the consumers use what is loaded.
 __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) {
   Cursor<Config::kQueryStages> q_at;
@@ -115,12 +122,15 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
     v_at.advance();
   };
 
+  // The first tiles are the blocks' own numbers; then each takes the next one that nobody has, or without a counter every
+  // gridDim-th.
+  u32* taken = static_cast<u32*>(p.tile_counter);
   int index = blockIdx.x;
   Source now(p, index);
   load_q(now);
   load_k(now, now.last - 1);
   while (now.tile >= 0) {
-    index += gridDim.x;
+    index = (taken ? int(atomicAdd(taken, 1u)) : index) + int(gridDim.x);
     const Source next(p, index);
     bool announced = false;
     for (int block = now.last - 2; block >= now.first; --block) {
@@ -143,13 +153,14 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
     }
     now = next;
   }
+  if (taken) restart_counter(taken);
 }
 
 // One warpgroup.
 __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, int group) {
-  const int thread = int(threadIdx.x) % kWarpgroupThreads, row = group * kWarpgroupRows + thread / 32 * 16;
+  const int thread = int(threadIdx.x % kWarpgroupThreads), row = group * kWarpgroupRows + thread / 32 * 16;
   const bool elected = thread == 0;
-  const ScoreFragment s_at(row, 0);
+  const ScoreFragment s_at(row, 0, threadIdx.x);
   const Turns<kTurnBarrier, kGroups> turns{group};
   const u64 q_operand = operand(shared.q[0], group * kWarpgroupRows), k_operand = operand(shared.k[0]),
             v_operand = operand(shared.v[0]);
@@ -342,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     prefetch_tensormap(&p.out_map);
   }
   __syncthreads();
-  const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupThreads, 0);
+  const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x == 0) produce(p, shared);

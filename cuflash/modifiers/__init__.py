@@ -3,7 +3,9 @@
 from cuflash.modifiers.alibi import ALiBi
 from cuflash.modifiers.base import Modifier, Tile
 from cuflash.modifiers.bias import Bias
+from cuflash.modifiers.blocks import BlockMask
 from cuflash.modifiers.causal import Causal
+from cuflash.modifiers.documents import Documents
 from cuflash.modifiers.lengths import KeyLengths
 from cuflash.modifiers.mask import Mask
 from cuflash.modifiers.scaled import Scaled
@@ -11,14 +13,16 @@ from cuflash.modifiers.softcap import Softcap
 from cuflash.modifiers.window import Window
 
 REGISTRY: dict[str, type[Modifier]] = {
-    m.name: m for m in (Scaled, Softcap, ALiBi, Bias, Causal, Window, KeyLengths, Mask)
+    m.name: m for m in (Scaled, Softcap, ALiBi, Bias, Causal, Window, KeyLengths, Mask, Documents, BlockMask)
 }
 
 __all__ = [
     "REGISTRY",
     "ALiBi",
     "Bias",
+    "BlockMask",
     "Causal",
+    "Documents",
     "KeyLengths",
     "Mask",
     "Modifier",

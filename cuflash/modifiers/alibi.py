@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cuflash.modifiers.base import Array, Kind, Modifier, Tile, array_field
+from cuflash.modifiers.base import Array, Axes, Kind, Modifier, Tile, array_field
 
 if TYPE_CHECKING:
     from cuflash.problem import Problem
@@ -57,6 +57,9 @@ struct ALiBi {
     @classmethod
     def operand_attributes(cls) -> dict[str, str]:
         return {"alibi_slopes": "slopes"}
+
+    def axes(self, operand: str, problem: Problem) -> Axes:
+        return ("heads_q", problem.heads_q), None, None
 
     def values(self, problem: Problem) -> dict[str, float | int]:
         return {"alibi_diagonal": problem.diagonal}

@@ -6,14 +6,18 @@ backend in both directions.  Three kinds exist:
 * ``score``: s -> f(s, q, k); CUDA `apply` and `apply_with_slope`, twin `apply` and `slope`;
 * ``range``: query q sees an interval of keys; CUDA `narrow_keys` and `narrow_queries`, twin `narrow`.  Tiles outside the
   interval are never visited;
-* ``mask``: an arbitrary test of (q, k); CUDA `visible`, twin `visible`.
+* ``mask``: an arbitrary test of (q, k); CUDA `visible`, twin `visible`.  A mask that can tell at a glance that a tile has
+  no visible pair, or no hidden one, adds `tile_is_hidden` and `tile_is_clear`, in CUDA and as twins: hidden tiles are
+  not visited, and in clear ones no pair is tested.
 
 The order of a chain is fixed: scale, softcap, other score modifiers, bias, then everything that hides keys.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 Kind = Literal["score", "range", "mask"]
+#: axes of an operand behind those of the batch, for heads, queries and keys: label and length, None where it has none
+Axes = tuple[tuple[str, int] | None, tuple[str, int] | None, tuple[str, int] | None]
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,19 @@ class Modifier:
         """Field name of each View -> attribute that carries the array."""
         return {}
 
+    @classmethod
+    def knows_tiles(cls) -> bool:
+        """Whether it can tell at a glance that a tile has no visible pair."""
+        return "tile_is_hidden" in cls.cuda
+
+    def axes(self, operand: str, problem: Problem) -> Axes:
+        """Axes that an array operand may have; each may also be of length 1."""
+        return ("heads_q", problem.heads_q), ("seq_q", problem.seq_q), ("seq_k", problem.seq_k)
+
+    def derived(self, operands: Mapping[str, Any]) -> dict[str, Any]:
+        """Further operands, computed from the checked ones by array operations."""
+        return {}
+
     def bare(self) -> Self:
         """The same modifier without its arrays: what a plan may keep."""
         empty = dict.fromkeys(self.operand_attributes().values())
@@ -112,7 +131,25 @@ class Modifier:
         """True where the key may be seen (kind ``mask``)."""
         raise NotImplementedError
 
+    def tile_is_hidden(self, tile: Tile) -> bool:
+        """True only if no pair of the tile is visible; False where that takes a look at each (kind ``mask``)."""
+        return False
+
+    def tile_is_clear(self, tile: Tile) -> bool:
+        """True only if all pairs of the tile are visible; False where that takes a look at each (kind ``mask``)."""
+        return False
+
 
 def array_field() -> Any:
     """A dataclass field that carries an array: not part of equality, hash or repr."""
     return field(default=None, compare=False, hash=False, repr=False)
+
+
+def module_of(x: Any) -> Any:
+    """NumPy or CuPy: the module whose functions take a native array."""
+    return np if isinstance(x, np.ndarray) else sys.modules["cupy"]
+
+
+def device_of(x: Any) -> Any:
+    """The context in which arrays beside a native array are made."""
+    return nullcontext() if isinstance(x, np.ndarray) else x.device

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cuflash.modifiers.base import Array, Kind, Modifier, Tile, array_field
+from cuflash.modifiers.base import Array, Axes, Kind, Modifier, Tile, array_field
 
 if TYPE_CHECKING:
     from cuflash.problem import Problem
@@ -56,6 +56,9 @@ struct KeyLengths {
     @classmethod
     def operand_attributes(cls) -> dict[str, str]:
         return {"key_lengths": "lengths"}
+
+    def axes(self, operand: str, problem: Problem) -> Axes:
+        return None, None, None
 
     def values(self, problem: Problem) -> dict[str, float | int]:
         return {"key_lengths_wide": int(self.wide)}

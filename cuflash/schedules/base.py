@@ -11,6 +11,10 @@ class Config(Protocol):
     """A frozen dataclass of ints and bools, compiled in, with the formulas that follow from them."""
 
     @property
+    def kernel(self) -> str:
+        """Stem of the kernel's file."""
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
 

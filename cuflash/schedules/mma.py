@@ -22,6 +22,8 @@ def tile_bytes(rows: int, columns: int, itemsize: int) -> int:
 class ForwardMma:
     """Constants of forward_mma.cu; head sizes are padded to a multiple of 16."""
 
+    kernel = "forward_mma"
+
     head_dim: int
     head_dim_v: int
     chunk: int  # value columns of a block
@@ -53,6 +55,8 @@ class ForwardMma:
 class BackwardMma:
     """Constants of backward_mma.cu; a warp owns block_k / warps keys, and a part of dQ's rows and columns."""
 
+    kernel = "backward_mma"
+
     head_dim: int
     head_dim_v: int
     chunk: int  # columns of dK and dQ of a block
@@ -67,10 +71,21 @@ class BackwardMma:
     blocks_per_sm: int
     aligned: bool
     exact: bool  # the head sizes are the padded ones
+    deterministic: bool = False  # blocks add to dq in turns
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
+
+    @property
+    def dq_width(self) -> int:
+        """Columns of the sums of dq."""
+        return self.head_dim
+
+    @property
+    def dq_chunks(self) -> int:
+        """Parts of a tile of dq that are summed by different blocks."""
+        return self.head_dim // self.chunk
 
     def shared_bytes(self, itemsize: int) -> int:
         keys = tile_bytes(self.block_k, self.head_dim, itemsize) + tile_bytes(self.block_k, self.head_dim_v, itemsize)
@@ -88,7 +103,9 @@ class BackwardMma:
 
 @dataclass(frozen=True)
 class BackwardConvert:
-    """Constants of backward_convert.cu: those of the main kernel that say how its sums lie in memory."""
+    """Constants of backward_convert_mma.cu: those of the main kernel that say how its sums lie in memory."""
+
+    kernel = "backward_convert_mma"
 
     head_dim: int
     head_dim_v: int
@@ -117,6 +134,12 @@ SM_75_SHARED = 64 * 1024  # the least of all; sm_75 is told by it
 def is_rich(problem: Problem) -> bool:
     """Whether scores are changed or hidden one by one, which takes positions, operands or slopes, and so registers."""
     return problem.scale <= 0 or any(m.kind in ("score", "mask") for m in problem.modifiers)
+
+
+def is_crowded(problem: Problem) -> bool:
+    """Whether a call has so many modifiers, some of them compiled for tested and for clear tiles, that little is left."""
+    looking = [m for m in problem.modifiers if m.kind != "range"]
+    return len(looking) >= 4 and any(m.knows_tiles() for m in looking)
 
 
 def forward_registers(problem: Problem, tile: tuning.ForwardTile, aligned: bool) -> int:
@@ -149,7 +172,7 @@ def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit
 def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardMma:
     """The first tile of the table that fits."""
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
-    chunk = chunk_of(head_dim_v, MAX_CHUNK, STEP)
+    chunk = chunk_of(head_dim_v, MAX_CHUNK // 2 if is_crowded(problem) else MAX_CHUNK, STEP)
     head_dim_v = padded(head_dim_v, chunk)
     for tile in tuning.FORWARD_MMA:
         if tile.block_q > 64 and problem.seq_q <= 64:

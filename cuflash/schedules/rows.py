@@ -12,9 +12,13 @@ from cuflash.schedules.base import padded, tiles
 class BackwardDelta:
     """Constants of backward_delta.cu: `lanes` threads share a row."""
 
+    kernel = "backward_delta"
+
     lanes: int
     aligned: bool
     block_q: int  # tile of the main kernel: rows are padded to a multiple of it
+    key_tile: int = 0  # where dq is summed in turns: keys of the main kernel's tile,
+    turns: int = 0  # and counters of a tile of queries
 
     threads = 256
 
@@ -39,6 +43,8 @@ def delta(problem: Problem, itemsize: int, block_q: int, aligned: bool) -> Backw
 @dataclass(frozen=True)
 class BackwardConvertSimt:
     """Constants of backward_convert_simt.cu: a warp writes a row."""
+
+    kernel = "backward_convert_simt"
 
     lanes: int = 32
     rows: int = 8

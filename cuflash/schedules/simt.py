@@ -55,6 +55,8 @@ def pair_pitch(length: int) -> int:
 class ForwardSimt:
     """Constants of forward_simt.cu; a warp owns ``lane_rows * thread_rows`` queries."""
 
+    kernel = "forward_simt"
+
     head_dim: int  # padded to a multiple of 8
     head_dim_v: int  # padded to a multiple of 2 columns for each column of lanes
     block_k: int
@@ -95,6 +97,8 @@ class BackwardSimt:
     ``*_lane_rows`` count the rows of each.
     """
 
+    kernel = "backward_simt"
+
     head_dim: int  # padded to a multiple of 2 columns for each column of lanes, of keys and of queries
     head_dim_v: int
     block_q: int
@@ -108,10 +112,21 @@ class BackwardSimt:
     query_lane_rows: int
     blocks_per_sm: int
     aligned: bool
+    deterministic: bool = False  # blocks add to dq in turns
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
+
+    @property
+    def dq_width(self) -> int:
+        """Columns of the sums of dq."""
+        return self.head_dim
+
+    @property
+    def dq_chunks(self) -> int:
+        """Parts of a tile of dq that are summed by different blocks."""
+        return 1
 
     def shared_bytes(self, itemsize: int) -> int:
         pitches = odd_pitch(self.head_dim, itemsize) + odd_pitch(self.head_dim_v, itemsize)
@@ -188,7 +203,9 @@ def convert(main: BackwardSimt) -> BackwardConvertSimt:
 
 def modifier_registers(problem: Problem) -> int:
     """Registers that the modifiers of a call take."""
-    single = MODIFIER * sum(m.kind != "range" for m in problem.modifiers) * (2 if problem.dtype == "float64" else 1)
+    # What knows tiles is compiled twice: for tiles whose elements are tested and for those that are clear.
+    count = sum(3 if m.knows_tiles() else 1 for m in problem.modifiers if m.kind != "range")
+    single = MODIFIER * count * (2 if problem.dtype == "float64" else 1)
     return single + (6 if problem.modifiers else 0)
 
 
@@ -220,6 +237,7 @@ def best_tensor_forward(
         # Scores weigh more than outputs: exponentials work on them.  Limits seen in builds without spills.
         pressure = row_blocks * (width + 3 * block_k // 2) + 16 * (row_blocks - 1)
         pressure += 0 if modifiers < MODIFIER else 6 if modifiers < 8 * MODIFIER else 20
+        pressure += (0 if modifiers < 16 * MODIFIER else 16) + (0 if aligned or modifiers < 12 * MODIFIER else 24)
         shared_bytes = config.shared_bytes(8)
         if pressure > 176 or shared_bytes > shared_limit or (config.block_q > max_q and warps * row_blocks > 1):
             continue

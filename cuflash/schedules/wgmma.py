@@ -1,4 +1,4 @@
-"""Host side of forward_wgmma.cu: Hopper's warpgroup products, fed through tensor maps."""
+"""Host side of forward_wgmma.cu and backward_wgmma.cu: Hopper's warpgroup products, fed through tensor maps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cuflash.errors import UnsupportedError
 from cuflash.place import Placed
 from cuflash.problem import Problem
 from cuflash.schedules.base import padded, tiles
+from cuflash.schedules.mma import BackwardConvert, is_rich
 from cuflash.tensormap import PANEL_COLUMNS
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def channel_bytes(slots: int) -> int:
 @dataclass(frozen=True)
 class ForwardWgmma:
     """Constants of forward_wgmma.cu; head sizes are padded to a multiple of 16, in memory to whole panels."""
+
+    kernel = "forward_wgmma"
 
     head_dim: int
     head_dim_v: int
@@ -95,19 +98,92 @@ class ForwardWgmma:
         return max(1, min(section, problem.batch_size * problem.heads_q))
 
 
+@dataclass(frozen=True)
+class BackwardWgmma:
+    """Constants of backward_wgmma.cu: two warpgroups of 64 keys each."""
+
+    kernel = "backward_wgmma"
+
+    head_dim: int
+    head_dim_v: int
+    dq_width: int  # columns of the sums of dq: whole panels where columns are what the warpgroups share out
+    block_q: int
+    late_dp: bool  # dP is queued once P is formed, which leaves registers for modifiers
+    block_k: int = 2 * GROUP_ROWS
+    stages: int = 2
+    producer_registers: int = 24
+    consumer_registers: int = 240
+    deterministic: bool = False  # blocks add to dq in turns
+
+    #: parts of a tile of dq that are summed apart: each consumer has its own
+    dq_chunks = 2
+    threads = 3 * GROUP_THREADS
+    aligned = True
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """Columns of its wgmma instructions."""
+        dq_columns = self.dq_width if self.block_q == self.block_k else self.dq_width // 2
+        return self.block_q, self.head_dim, self.head_dim_v, dq_columns
+
+    @property
+    def box_rows(self) -> Mapping[str, int]:
+        """Rows of a copy, by array."""
+        queries = {"q": self.block_q, "dout": self.block_q}
+        return {**queries, "k": self.block_k, "v": self.block_k, "dk": GROUP_ROWS, "dv": GROUP_ROWS}
+
+    def shared_bytes(self, itemsize: int) -> int:
+        keys = panel_bytes(self.block_k, self.dq_width) + panel_bytes(self.block_k, self.head_dim_v)
+        queries = panel_bytes(self.block_q, self.head_dim) + panel_bytes(self.block_q, self.head_dim_v)
+        statistics = 2 * 4 * self.block_q
+        gradients = 2 * panel_bytes(self.block_k, self.block_q)
+        channels = 4 + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
+        return padded(keys + self.stages * (queries + statistics) + gradients + channels, 1024)
+
+    def blocks(self, problem: Problem) -> int:
+        return tiles(problem.seq_k, self.block_k) * problem.heads_k * problem.batch_size
+
+
+@dataclass(frozen=True)
+class BackwardWgmmaSplit(BackwardWgmma):
+    """Constants of backward_wgmma_split.cu: 64 keys, one warpgroup for dV and one for dK."""
+
+    kernel = "backward_wgmma_split"
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """Columns of its wgmma instructions."""
+        return self.block_q, self.head_dim, self.head_dim_v, PANEL_COLUMNS
+
+    def shared_bytes(self, itemsize: int) -> int:
+        keys = panel_bytes(self.block_k, self.dq_width) + panel_bytes(self.block_k, self.head_dim_v)
+        queries = panel_bytes(self.block_q, self.head_dim) + panel_bytes(self.block_q, self.head_dim_v)
+        statistics = 2 * 4 * self.block_q
+        gradients = 2 * panel_bytes(self.block_k, self.block_q) + 4 * self.block_k * self.block_q
+        channels = 4 + 2 * channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
+        return padded(keys + self.stages * (queries + statistics) + gradients + channels, 1024)
+
+
 MIN_COMPILER = 1209  # older ones refuse a second -arch, which CuPy cannot be kept from giving
 
 
-def refusal(problem: Problem, device: Device, at: Mapping[str, Placed]) -> str | None:
+def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_backward: bool) -> str | None:
     """Why these kernels do not take the problem with arrays at these places, or None."""
     if 0 < device.compiler < MIN_COMPILER:
         return f"NVRTC {device.compiler // 100}.{device.compiler % 100} is older than 12.9"
     if not (problem.batch_size and problem.seq_q and problem.seq_k):
         return "an array is empty, which no tensor map describes"
+    if sparse := [m.name for m in problem.modifiers if m.knows_tiles()]:
+        return f"it does not pass over the tiles that {', '.join(sparse)} hides"
+    changed = [m.name for m in problem.modifiers if m.kind in ("score", "mask")]
+    widest = max(problem.head_dim, problem.head_dim_v)
+    others = [name for name in changed if name != "softcap"]
+    if for_backward and others and others != changed and widest > 96:
+        return f"its backward has no room for the slopes of softcap beside {', '.join(others)} at head size {widest}"
     try:
-        count = forward(problem, device.shared_limit, True).blocks(problem)
+        count = (backward if for_backward else forward)(problem, device.shared_limit, True).blocks(problem)
         if count > MAX_TILES:
-            return f"{count} tiles of queries are more than the {MAX_TILES} that its blocks count; split the batch"
+            return f"{count} tiles are more than the {MAX_TILES} that its blocks count; split the batch"
         for name in at:
             if name in tensormap.ARRAYS:
                 tensormap.describe(name, problem, at[name], 1)
@@ -128,6 +204,7 @@ def weight(problem: Problem) -> int:
 def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
     """The first tile of the table that takes the head sizes, leaves registers for the modifiers, and fits."""
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
+    wide_out = tiles(head_dim_v, PANEL_COLUMNS) > tiles(head_dim, PANEL_COLUMNS)  # more than the queries' place holds
     for tile in tuning.FORWARD_WGMMA:
         if max(head_dim, head_dim_v) > tile.max_head_dim or problem.seq_q > tile.max_seq_q:
             continue
@@ -142,17 +219,55 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
             block_k=tile.block_k,
             stages=tile.stages,
             query_stages=tile.query_stages,
-            separate_out=tile.query_stages > 1,
+            separate_out=tile.query_stages > 1 or wide_out,
             continuous=tile.continuous,
             takes_turns=tile.takes_turns,
             producer_registers=producer,
             consumer_registers=consumer,
         )
-        if not config.separate_out and tiles(head_dim_v, PANEL_COLUMNS) > tiles(head_dim, PANEL_COLUMNS):
-            continue
         if config.shared_bytes(2) <= shared_limit:
             return config
     raise UnsupportedError(
         f"head_dim {problem.head_dim} with head_dim_v {problem.head_dim_v}: no tile of the forward by wgmma fits the "
         f"{shared_limit} bytes of shared memory of a block; backend='mma' takes it"
+    )
+
+
+MAX_PAIRED = 128  # head size up to which dK and dV together fit in a warpgroup's registers
+
+
+def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardWgmma:
+    """128 queries at a time for head sizes up to 64 and scores that nothing changes, else 64; split roles above 128."""
+    head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
+    widest = max(head_dim, head_dim_v)
+    if widest > MAX_PAIRED:
+        return BackwardWgmmaSplit(
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dq_width=padded(head_dim, PANEL_COLUMNS),
+            block_q=GROUP_ROWS,
+            late_dp=False,
+            block_k=GROUP_ROWS,
+        )
+    rich = is_rich(problem)
+    narrow = widest <= PANEL_COLUMNS and not rich
+    return BackwardWgmma(
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dq_width=head_dim if narrow else 2 * PANEL_COLUMNS,
+        block_q=2 * GROUP_ROWS if narrow else GROUP_ROWS,
+        late_dp=rich,
+    )
+
+
+def convert(main: BackwardWgmma) -> BackwardConvert:
+    """The kernel that undoes the order in which `main` sums dq: a warp sums 16 rows, of a half where columns are shared."""
+    split = isinstance(main, BackwardWgmmaSplit)
+    return BackwardConvert(
+        head_dim=main.dq_width,
+        head_dim_v=main.head_dim_v,
+        chunk=main.dq_width,
+        block_q=main.block_q,
+        warps=4 if split else 8,
+        dq_warp_columns=1 if split or main.block_q == main.block_k else 2,
     )

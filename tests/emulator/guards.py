@@ -22,7 +22,7 @@ PAGE = 4096
 GUARD = np.uint16(0xFFF9)  # NaN as float16, bfloat16, float32 and float64, and no pattern that arithmetic produces
 FILL = 0xFF  # arrays start as NaN (-1 as an integer)
 PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
-MAP_PRIVATE_ANONYMOUS = 0x22
+MAP_SHARED_ANONYMOUS, MAP_PRIVATE_ANONYMOUS = 0x21, 0x22
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 Edge = Literal["end", "start"]
 
 
-def reserve_pages(nbytes: int) -> int:
-    """Address of fresh pages that fault at any access."""
-    address = _libc.mmap(None, nbytes, PROT_NONE, MAP_PRIVATE_ANONYMOUS, -1, 0)
+def reserve_pages(nbytes: int, shared: bool = False) -> int:
+    """Address of fresh pages that fault at any access; forked processes see one memory if it is shared, else copies."""
+    address = _libc.mmap(None, nbytes, PROT_NONE, MAP_SHARED_ANONYMOUS if shared else MAP_PRIVATE_ANONYMOUS, -1, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise MemoryError(f"no memory for {nbytes} guarded bytes")
     return address
@@ -56,7 +56,7 @@ class GuardedBuffer:
     def __init__(self, name: str, nbytes: int, edge: Edge, alignment: int) -> None:
         pages = max(-(-nbytes // PAGE), 1) * PAGE
         self.mapped = pages + 2 * PAGE
-        self.base = reserve_pages(self.mapped)
+        self.base = reserve_pages(self.mapped, shared=True)  # resident blocks run in processes of their own
         self.first, self.pages = self.base + PAGE, pages
         open_pages(self.first, pages)
         self.name, self.nbytes = name, nbytes

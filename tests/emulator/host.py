@@ -42,6 +42,7 @@ class LaunchRequest(ctypes.Structure):
         ("threads", ctypes.c_uint),
         ("shared_bytes", ctypes.c_uint),
         ("time_limit", ctypes.c_uint),
+        ("residents", ctypes.c_uint),
     )
 
 
@@ -101,6 +102,7 @@ class EmulatedKernel:
         shared_bytes: int = 0,
         seed: int = 0,
         time_limit: int = 20,
+        residents: int = 1,
     ) -> None:
         """Runs all blocks of the grid under the schedule of one seed.
 
@@ -119,6 +121,9 @@ class EmulatedKernel:
             0 is the orderly schedule; `seed % 6` sets the pace of asynchronous work.  Use at least 6 seeds.
         time_limit : int
             Seconds of processor time that a thread may run without blocking.
+        residents : int
+            Blocks that run at once, up to 16, each in a process of its own: their arrays must be guarded ones, which are
+            shared; `notes` and variables of the source are not.
 
         Raises
         ------
@@ -133,7 +138,7 @@ class EmulatedKernel:
         keep = [aligned_copy(v) for v in values]
         pointers = (ctypes.c_void_p * len(keep))(*[k.ctypes.data for k in keep])
         extents = (ctypes.c_uint * 3)(*(*(int(g) for g in grid), 1, 1)[:3])
-        request = LaunchRequest(seed, stacks(), STACK_BYTES, extents, threads, shared_bytes, time_limit)
+        request = LaunchRequest(seed, stacks(), STACK_BYTES, extents, threads, shared_bytes, time_limit, residents)
         with _launching:
             failed = self._launch(ctypes.byref(request), pointers)
         if failed:

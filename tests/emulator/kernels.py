@@ -115,13 +115,19 @@ def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Run:
-    """How to run: schedule seed, undefined-behaviour checks, where outputs lie, and the text of a variant."""
+    """How to run: schedule seed, undefined-behaviour checks, blocks at once, where outputs lie, the text of a variant.
+
+    `watch` is given the arrays of a backward by field name when it has run, its workspace among them.
+    """
 
     seed: int = 0
     sanitize: bool = False
     requested: str | None = None
+    deterministic: bool = False
+    residents: int = 1
     place: Place = contiguous
     text: Callable[[Variant], str] = source.build
+    watch: Callable[[Mapping[str, np.ndarray]], None] | None = None
 
 
 def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run) -> None:
@@ -134,7 +140,7 @@ def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run) -> None:
         built = kernel(run.text(variant), variant.entry, plan.device.capability, run.sanitize)
         shared_bytes = step.config.shared_bytes(ITEMSIZE[variant.dtype])
         record = bytes(plan.arguments(pointers, built.encode))[: step.argument_bytes]
-        built.launch((step.blocks,), step.config.threads, record, shared_bytes, run.seed)
+        built.launch((step.blocks,), step.config.threads, record, shared_bytes, run.seed, residents=run.residents)
 
 
 def guarded_call(call: Call, memory: Memory) -> Call:
@@ -174,8 +180,14 @@ def forward(
     lse = memory.output(problem.lse_shape, problem.accumulator, "lse") if with_lse else None
     arrays = planning.forward_arrays(call, out, lse)
     places = planning.places_of(problem, arrays)
-    execute(planning.plan_forward.__wrapped__(problem, device, places, run.requested), arrays, run)
+    plan = planning.plan_forward.__wrapped__(problem, device, places, run.requested)
+    counter = memory.like(np.zeros(2, np.uint32), "tile_counter")[0]
+    if "tile_counter" in plan.offsets and seed % 2:  # tiles are given out, else shared out beforehand
+        arrays["tile_counter"] = counter
+    execute(plan, arrays, run)
     memory.check()
+    if counter.any():
+        raise EmulatorError(f"the tile counter was left at {counter}; the next launch would begin there")
     return out.copy(), None if lse is None else lse.copy()
 
 
@@ -209,13 +221,12 @@ def backward(
     sums = {f"d{name}": memory.sums(call.operands[name].shape, problem.accumulator, f"d{name}") for name in names}
     arrays = planning.backward_arrays(call, **given, **gradients, **sums)
     places = planning.places_of(problem, arrays)
-    plan = planning.plan_backward.__wrapped__(problem, device, places, False, run.requested)
-    workspace = {
-        "statistics": memory.like(poison((plan.statistics_bytes,), np.uint8), "statistics")[0],
-        "dq_sum": memory.like(poison((plan.dq_sum_bytes,), np.uint8), "dq_sum")[0],
-    }
+    plan = planning.plan_backward.__wrapped__(problem, device, places, run.deterministic, run.requested)
+    workspace = {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}
     execute(plan, {**arrays, **workspace}, run)
     memory.check()
+    if run.watch is not None:
+        run.watch({**arrays, **workspace})
     operands = [x.astype(call.operands[name[1:]].dtype) for name, x in sums.items()]
     return gradients_type(names)(*(x.copy() for x in gradients.values()), *operands)
 

@@ -28,7 +28,14 @@ CASES = {
     "empty rows": Case("empty rows", "float16", heads_k=1, causal=True, seq_q=45, seq_k=33, dlse=True, head_dim=24),
     "wide values": Case("wide values", "float16", head_dim=8, head_dim_v=88),
     "modified": Case("modified", "float16", softcap=1.0, mask="hqk", bias="b1qk", window=(20, 9), head_dim=24),
-}
+    # many blocks add to one tile of queries, and with a window others to each
+    "turns": Case("turns", "float16", batch=(), heads_k=1, seq_q=100, seq_k=180, head_dim=24),
+    "turns in float32": Case("turns in float32", "float32", batch=(), heads_k=1, seq_q=140, seq_k=300),
+    "turns in a window": Case("turns in a window", "float16", batch=(), heads_q=1, heads_k=1, seq_q=140, seq_k=140,
+                              window=(40, 20), head_dim=24),
+    "turns of chunks": Case("turns of chunks", "float16", batch=(), heads_q=1, heads_k=1, seq_k=70, head_dim=160,
+                            head_dim_v=120),
+}  # fmt: skip
 HOPPER = tuning.ForwardWgmmaTile(max_head_dim=256, block_q=128, block_k=32, stages=2, query_stages=2, continuous=True)
 HOPPER_TILES = {
     "continuous": HOPPER,
@@ -50,6 +57,7 @@ class Sown:
     mutant: Mutant
     case: str = "padded"
     tile: str = "two stages"
+    turns: bool = False  # blocks run at once and add to dq in turns, whose bits are compared
 
     def __str__(self) -> str:
         return f"{self.mutant.kernel}-{self.mutant.description}".replace(" ", "_")
@@ -61,6 +69,10 @@ def hopper(description: str, old: str, new: str, case: str = "long", tile: str =
 
 def sown(kernel: str, description: str, old: str, new: str, case: str = "padded", tile: str = "two stages", count=1):
     return Sown(Mutant(kernel, description, old, new, count), case, tile)
+
+
+def sown_turn(kernel: str, description: str, old: str, new: str, case: str = "turns", tile: str = "two stages"):
+    return Sown(Mutant(kernel, description, old, new), case, tile, turns=True)
 
 
 MUTANTS = [
@@ -109,6 +121,35 @@ MUTANTS = [
          "delta -= static_cast<const Real*>(p.dlse.data)", "delta += static_cast<const Real*>(p.dlse.data)"),
     sown("backward_delta", "sums of dq do not start at 0",
          "[line * p.dq_width + c] = Real(0)", "[line * p.dq_width + c]"),
+    # ---- turns
+    sown_turn("backward_mma", "nobody waits for a turn",
+              "wait_for_turn(counter, turn);", ";"),
+    sown_turn("backward_mma", "others do not wait for the thread that waits",
+              "__syncthreads();  // it is this block's turn", ""),
+    sown_turn("backward_mma", "the turn is passed before all have added",
+              "__syncthreads();  // all have added", "", tile="two columns"),
+    sown_turn("backward_mma", "the turn is not passed",
+              "pass_turn(counter, turn + 1);", ";"),
+    sown_turn("backward_mma", "the turn goes to the tile before",
+              "pass_turn(counter, turn + 1);", "pass_turn(counter, turn - 1);"),
+    sown_turn("backward_mma", "a block waits for a later one",
+              "in_turn(static_cast<u32*>(p.turns) + 1 + sum, tile, add)", "in_turn(static_cast<u32*>(p.turns) + 1 + sum, key_tiles - 1 - tile, add)"),
+    sown_turn("backward_mma", "blocks are taken to start in the grid's order",
+              "index = int(start_number(static_cast<u32*>(p.turns), shared_memory));", ";"),
+    sown_turn("backward_mma", "the number of the block is read before it is written",
+              "atomicAdd(started, 1u); __syncthreads();", "atomicAdd(started, 1u);"),
+    sown_turn("backward_mma", "chunks share a counter",
+              "p.turns) + 1 + sum,", "p.turns) + 1 + tile_index,", case="turns of chunks"),
+    sown_turn("backward_simt", "heads share counters",
+              "1 + line / Config::kBlockQ", "1 + corner.q / Config::kBlockQ", case="turns in float32"),
+    sown_turn("backward_simt", "every block is the first",
+              "Config::kBlockQ, tile, add)", "Config::kBlockQ, 0, add)", case="turns in float32"),
+    sown_turn("backward_delta", "every turn starts with the first tile of keys",
+              "* Config::kTurns + i] = first;", "* Config::kTurns + i] = 0;", case="turns in a window"),
+    sown_turn("backward_delta", "a tile that ends where a tile of queries begins is waited for",
+              ".end > query_tile", ".end >= query_tile", case="turns in a window"),
+    sown_turn("backward_delta", "blocks are counted from where the memory stood",
+              "if (line == 0 && lane == 0) *turns = 0;", ""),
     # ---- attention
     sown("forward_mma", "the accumulator keeps its old base",
          "o[i] *= alpha[Accumulator::slot(i)]", "", case="growing"),
@@ -323,7 +364,9 @@ def force(monkeypatch):
 class Trial:
     """One case, run with the text of one kernel replaced."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, turns: bool = False) -> None:
+        self.turns = {"deterministic": True, "residents": 3, "watch": self.compare_sums} if turns else {}
+        self.sums: bytes | None = None
         made = case.make()
         if case.lengths:
             for name in ("k", "v"):
@@ -356,7 +399,13 @@ class Trial:
             self.expectation.check_forward(*kernels.forward(self.call, 80, seed, text=text))
             return
         given = (self.call, self.out, self.lse, self.dout, self.dlse)
-        self.expectation.check_backward(kernels.backward(*given, 80, seed, text=text))
+        self.expectation.check_backward(kernels.backward(*given, 80, seed, text=text, **self.turns))
+
+    def compare_sums(self, arrays) -> None:
+        """The sums of dq have the bits that they had the first time, which is without a bug."""
+        sums = arrays["dq_sum"].tobytes()
+        self.sums = self.sums or sums
+        assert sums == self.sums, "dq was summed in another order"
 
 
 def spelled(words: str, text: str) -> str:
@@ -369,7 +418,7 @@ def spelled(words: str, text: str) -> str:
 @pytest.mark.parametrize("bug", MUTANTS, ids=str)
 def test_mutant_is_noticed(bug, force):
     force(bug.tile)
-    trial, kernel = Trial({**CASES, **HOPPER_CASES}[bug.case]), bug.mutant.kernel
+    trial, kernel = Trial(CASES[bug.case], bug.turns), bug.mutant.kernel
     variant = trial.variant(kernel)  # and the control: the kernel without the bug passes
 
     def run(text, seed):
@@ -385,8 +434,8 @@ def test_mutant_is_noticed(bug, force):
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_without_a_bug_pass(case, tile, force):
     force(tile)
-    trial = Trial(CASES[case])
-    for kernel in ("forward_mma", "backward_mma"):
+    trial = Trial(CASES[case], turns=case.startswith("turns"))
+    for kernel in ("forward", "backward"):
         for seed in kernels.SEEDS:
             trial.run(kernel, source.build, seed)
 

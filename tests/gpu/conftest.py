@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 #: reasons for which an array has no tensor map
 WITHOUT_MAP = (
-    "^rows of . are not|^rows of out are not|has a stride of|cannot be merged into one|an array is empty|no tile of"
+    "^rows of d?. are not|^rows of d?out are not|has a stride of|cannot be merged into one|an array is empty|no tile of"
+    "|does not pass over the tiles|no room for the slopes"
 )
 MANY = 200  # tests from which on it pays to compile on all cores first
 
@@ -87,7 +88,7 @@ def kind(request: pytest.FixtureRequest, device: Device) -> Kind:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
-    """A call that Hopper's kernels refuse for its strides, or as empty, is skipped with the reason.
+    """A call that Hopper's kernels refuse for its strides, as empty or for its modifiers is skipped with the reason.
 
     `tests/test_backends.py` says which of the calls here they must take, `test_hopper.py` tests those in other layouts.
     """

@@ -33,13 +33,6 @@ class Kind(NamedTuple):
     backend: str
     dtype: str
 
-    @property
-    def backward(self) -> str:
-        """Backend of the backward: the same, or the one that is chosen where it has none."""
-        if DRY or next(row for row in BACKENDS if row.name == self.backend).has_backward:
-            return self.backend
-        return next(row.name for row in BACKENDS if row.has_backward and self.dtype in row.capabilities)
-
     def __str__(self) -> str:
         return f"{self.backend}-{self.dtype}"
 
@@ -164,7 +157,15 @@ def on_device(device: Device, options: dict[str, Any]) -> dict[str, Any]:
     return {**options, **arrays, "modifiers": tuple(moved)}
 
 
-def check(device: Device, kind: Kind, case: Case, *, seed: int = 0, backward: bool = True) -> float:
+def check(
+    device: Device,
+    kind: Kind,
+    case: Case,
+    *,
+    seed: int = 0,
+    backward: bool = True,
+    deterministic: bool | None = None,
+) -> float:
     """Run a case forward and backward and judge all results; the largest error in units of what is allowed."""
     case = replace(case, dtype=kind.dtype)
     made = case.make(seed)
@@ -181,7 +182,7 @@ def check(device: Device, kind: Kind, case: Case, *, seed: int = 0, backward: bo
         assert out.flags.c_contiguous
         ratio = expectation.check_forward(device.get(canonical(out, case.layout)), device.get(lse))
         if backward:
-            options["backend"] = kind.backward
+            options["deterministic"] = deterministic
             gradients = cuflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
             ratio = max(ratio, expectation.check_backward(canonical_gradients(device, call, gradients)))
     device.check_inputs()

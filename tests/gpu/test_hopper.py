@@ -48,13 +48,13 @@ def test_every_tile(device: Device, kind: Kind, name: str, causal: bool) -> None
     for batch, heads_q, seq_k in ((1, 2, 391), (1, 2, 384), (many, 12, 257)):
         case = Case(name, batch=(batch,), heads_q=heads_q, heads_k=1, seq_q=seq_q, seq_k=seq_k)
         case = replace(case, head_dim=d, head_dim_v=d_v, causal=causal, **options)
-        check(device, kind, case, backward=False)
+        check(device, kind, case)
 
 
 def test_everything(device: Device, kind: Kind) -> None:
     for head_dim in (16, 64, 128, 192, 256):
         case = Case("", **{**OPTIONS["everything"], "head_dim": head_dim, "head_dim_v": head_dim, "seq_q": 300})
-        check(device, kind, case, backward=False)
+        check(device, kind, case)
 
 
 def test_many_lengths(device: Device, kind: Kind) -> None:
@@ -65,7 +65,7 @@ def test_many_lengths(device: Device, kind: Kind) -> None:
         window = (int(rng.integers(0, 300)), int(rng.integers(0, 300))) if rng.random() < 0.5 else None
         case = Case("", seq_q=seq_q, seq_k=seq_k, heads_q=3, heads_k=1, head_dim=64, lengths="random", window=window)
         try:
-            check(device, kind, replace(case, causal=bool(rng.random() < 0.5)), backward=False)
+            check(device, kind, replace(case, causal=bool(rng.random() < 0.5)))
         except AssertionError as error:
             raise AssertionError(f"{case}, {seq_q} x {seq_k}, window {window}: {error}") from error
 

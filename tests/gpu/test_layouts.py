@@ -97,7 +97,6 @@ def run(device: Device, kind: Kind, layout: str, strided: dict[str, Any], batch:
             device.put(strided[name](device.get(x))) if name in strided else x
             for name, x in (("out", out), ("lse", lse))
         )
-        inputs["backend"] = kind.backward
         gradients = cuflash.attention_backward(dout, **inputs, out=out, lse=lse, dlse=dlse)
         expectation.check_backward(canonical_gradients(device, call, gradients))
     device.check_inputs()

@@ -119,7 +119,7 @@ def test_far_elements(device: Device, kind: Kind, name: str) -> None:
             out=used["out"],
             lse=used["lse"],
             dlse=used["dlse"],
-            backend=kind.backward,
+            backend=kind.backend,
         )
         expectation.check_backward(canonical_gradients(device, call, gradients))
     device.check_inputs()
@@ -172,7 +172,7 @@ def test_many_queries(device: Device, kind: Kind) -> None:
     expectation.check_forward(both_ends(device, out), both_ends(device, lse))
     middle = device.get(out[-1, LONG // 2 : LONG // 2 + 10]).astype(np.float64)
     np.testing.assert_allclose(middle, v[-1].astype(np.float64).mean(axis=0) + 0 * middle, atol=2e-3)
-    dq, dk, dv = cuflash.attention_backward(dout_all, q_all, k_all, v_all, out, lse, backend=kind.backward)
+    dq, dk, dv = cuflash.attention_backward(dout_all, q_all, k_all, v_all, out, lse, backend=kind.backend)
     assert only_ends_differ_from_zero(device, dq)
     expectation.check_backward(
         canonical_gradients(device, call, cuflash_gradients(device, both_ends(device, dq), dk, dv))
@@ -198,7 +198,6 @@ def test_many_keys(device: Device, kind: Kind) -> None:
     options = {"window": window, "causal": True, "backend": kind.backend}
     out, lse = cuflash.attention(q_all, k_all, v_all, return_lse=True, **options)
     expectation.check_forward(device.get(out), device.get(lse))
-    options["backend"] = kind.backward
     dq, dk, dv = cuflash.attention_backward(dout_all, q_all, k_all, v_all, out, lse, **options)
     for x in (dk, dv):
         assert only_ends_differ_from_zero(device, x)
@@ -253,7 +252,6 @@ def test_large_operand(device: Device, kind: Kind, name: str) -> None:
     options = {name: operand, "backend": kind.backend}
     out, lse = cuflash.attention(q_all, k_all, v_all, return_lse=True, **options)
     expectation.check_forward(device.get(out[:, -EDGE:]), device.get(lse[:, -EDGE:]))
-    options["backend"] = kind.backward
     gradients = cuflash.attention_backward(dout_all, q_all, k_all, v_all, out, lse, **options)
     assert only_ends_differ_from_zero(device, gradients.dq)
     changed = {"dq": gradients.dq[:, seq - EDGE :]}
@@ -274,7 +272,7 @@ def test_long_causal(device: Device, kind: Kind) -> None:
     arrays = [device.put(x) for x in (q, k, v)]
     out, lse = cuflash.attention(*arrays, causal=True, return_lse=True, backend=kind.backend)
     expectation.check_forward(device.get(out[:, -EDGE:]), device.get(lse[:, -EDGE:]))
-    gradients = cuflash.attention_backward(device.put(dout), *arrays, out, lse, causal=True, backend=kind.backward)
+    gradients = cuflash.attention_backward(device.put(dout), *arrays, out, lse, causal=True, backend=kind.backend)
     assert only_ends_differ_from_zero(device, gradients.dq)
     changed = gradients._replace(dq=gradients.dq[:, -EDGE:])
     expectation.check_backward(canonical_gradients(device, call, changed))

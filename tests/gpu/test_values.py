@@ -55,7 +55,7 @@ def gradients(device: Device, kind: Kind, dout: Any, q: Any, k: Any, v: Any, **o
     dtype = DTYPES[kind.dtype]
     dout, q, k, v = (device.put(np.asarray(x).astype(dtype)) for x in (dout, q, k, v))
     with device.poisoned():
-        _, vjp = cuflash.attention_vjp(q, k, v, backend=kind.backward, **options)
+        _, vjp = cuflash.attention_vjp(q, k, v, backend=kind.backend, **options)
         return {name: device.get(x) for name, x in vjp(dout)._asdict().items()}
 
 

@@ -22,7 +22,6 @@ def main(part: int, parts: int) -> None:
             q, k, v, dout = (device.put(made[name]) for name in ("q", "k", "v", "dout"))
             options = {**on_device(device, made["options"]), "backend": kind.backend}
             out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
-            options["backend"] = kind.backward
             cuflash.attention_backward(dout, q, k, v, out, lse, **options)
             device.check_inputs()
 

@@ -48,3 +48,7 @@ template <class T> __device__ __forceinline__ Matrix<T> matrix(const View& view,
 }
 
 __device__ __forceinline__ int tiles_of(int length, int tile) { return (length + tile - 1) / tile; }
+// Tiles that hold some of the positions.
+template <int kTile> __device__ __forceinline__ Range tiles_over(Range positions) {
+  return {positions.begin / kTile, tiles_of(positions.end, kTile)};
+}

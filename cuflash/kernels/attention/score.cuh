@@ -50,18 +50,20 @@ template <int kSize> struct Slopes<kSize, false> {
 };
 template <class Fragment> using ScoreSlopes = Slopes<Fragment::kSize, Score::kHasSlope>;
 
-// In place: products -> scores.  `open` tiles need no interval tests (attention/mask.cuh, tile_is_open).
+// In place: products -> scores.  `open` tiles need no tests (attention/mask.cuh, tile_is_open), except those of masks that
+// have to be asked about each element.
 template <bool kWithSlope, class Fragment>
 __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlopes<Fragment>& slopes, const Fragment& f,
                                           const Params& p, const Place& place, Corner corner, bool open) {
   typedef Positions<Fragment> At;
-  if (!Score::kIdentity || Visibility::kHasMask) {
+  const bool clear = Visibility::kClearsTiles && open;
+  if (!Score::kIdentity || (Visibility::kHasMask && !clear)) {
     // Operands are only read where the element exists and is visible.
     const RowRanges<Fragment> ranges(f, p, place, corner);
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) {
       const int q = At::q(f, corner, i), k = At::k(f, corner, i);
-      const bool seen = ranges.contains(f, i) && q < p.seq_q && Visibility::visible(p, place, q, k);
+      const bool seen = clear || (ranges.contains(f, i) && q < p.seq_q && Visibility::visible(p, place, q, k));
       if constexpr (kWithSlope && Score::kHasSlope) slopes.slot(i) = Real(1);
       if (!seen) {
         s[i] = -infinity<Real>();

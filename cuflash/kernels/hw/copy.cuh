@@ -110,10 +110,3 @@ template <int kThreads, class Item, int kLength> __device__ __forceinline__ void
   for (int i = int(threadIdx.x); i < kPieces; i += kThreads)
     copy_chunk(reinterpret_cast<float*>(to) + 4 * i, reinterpret_cast<const float*>(from) + 4 * i, 4);
 }
-
-// Two neighbours in shared memory by one 16-byte load.
-template <class Item> struct alignas(16) Pair { Item first, second; };
-template <class Item> __device__ __forceinline__ Pair<Item> load_pair(const Item* from) {
-  static_assert(sizeof(Pair<Item>) == 16, "one load");
-  return *reinterpret_cast<const Pair<Item>*>(from);
-}

@@ -25,18 +25,24 @@ template <int kTileRows, int kColumns> struct PanelTile {
   }
 };
 
-// Loads a whole tile and announces it on `barrier`; `at` is its corner in the array.
+// Loads a whole tile, whose bytes were announced on `barrier`; `at` is its corner in the array.
 template <class Tile>
-__device__ __forceinline__ void load_panels(Tile& to, const TensorMap& map, u32 barrier, BoxCorner at,
+__device__ __forceinline__ void copy_panels(Tile& to, const TensorMap& map, u32 barrier, BoxCorner at,
                                             CachePolicy policy) {
-  mbarrier_arrive_expect_tx(barrier, Tile::kBytes);
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     cp_async_bulk_tensor_load(to.address() + panel * Tile::kPanelBytes, &map, barrier, at, policy);
     at.column += kPanelColumns;
   }
 }
-// Stores kBoxRows rows of a tile from `row` on; the caller commits.
+// The same where the tile is all that the barrier waits for.
+template <class Tile>
+__device__ __forceinline__ void load_panels(Tile& to, const TensorMap& map, u32 barrier, BoxCorner at,
+                                            CachePolicy policy) {
+  mbarrier_arrive_expect_tx(barrier, Tile::kBytes);
+  copy_panels(to, map, barrier, at, policy);
+}
+// Stores as many rows of a tile as a box of the map has, from `row` on; the caller commits.
 template <class Tile>
 __device__ __forceinline__ void store_panels(Tile& from, int row, const TensorMap& map, BoxCorner at) {
 #pragma unroll
@@ -57,16 +63,16 @@ __device__ __forceinline__ void clear_rows_outside(Tile& tile, Rows valid, int t
   }
 }
 
-// ---- channels: a ring of slots in shared memory, filled by one thread, emptied by several ------------------------------------
+// ---- channels: a ring of slots in shared memory, filled by some, emptied by others ------------------------------------
 template <int kSlotCount> struct Channel {
   static constexpr int kSlots = kSlotCount;
   u64 full[kSlots], empty[kSlots];
 
-  // By one thread, before a barrier of the block; `readers` arrive when a slot may be filled again.
-  __device__ __forceinline__ void init(int readers) {
+  // By one thread, before a barrier of the block; `writers` arrive when a slot is full, `readers` when it may be filled again.
+  __device__ __forceinline__ void init(int readers, int writers = 1) {
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
-      mbarrier_init(shared_address(&full[slot]), 1);
+      mbarrier_init(shared_address(&full[slot]), writers);
       mbarrier_init(shared_address(&empty[slot]), readers);
     }
   }
@@ -82,6 +88,10 @@ template <int kSlots> struct Cursor {
       slot = 0;
       phase ^= 1;
     }
+  }
+  // The place before this one; before the first, one whose wait for a full slot passes at once.
+  __device__ __forceinline__ Cursor previous() const {
+    return {slot ? slot - 1 : kSlots - 1, slot ? phase : phase ^ 1};
   }
   __device__ __forceinline__ u32 full(Channel<kSlots>& channel) const { return shared_address(&channel.full[slot]); }
   __device__ __forceinline__ void wait_full(Channel<kSlots>& channel) const { mbarrier_wait(full(channel), phase); }

@@ -14,6 +14,8 @@ template <int kTilesRow, int kTilesColumn, bool kIsTransposed = false> struct Mm
   // `row` and `column`: corner of the warp's part in the tile.
   __device__ __forceinline__ MmaFragment(int row, int column)
       : first_row(row + int(threadIdx.x) % 32 / 4), first_column(column + int(threadIdx.x) % 4 * 2) {}
+  __device__ __forceinline__ MmaFragment(int row, int column, u32 thread)
+      : first_row(row + int(thread % 32 / 4)), first_column(column + int(thread % 4 * 2)) {}
 
   static __device__ __forceinline__ constexpr int slot(int i) { return i / (4 * kTilesColumn) * 2 + i / 2 % 2; }
   static __device__ __forceinline__ constexpr int block(int tile_row, int tile_column) {

@@ -71,6 +71,13 @@ __device__ __forceinline__ void wgmma_registers_columns(float (&c)[kSize], const
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) Wgmma<2 * kSize>::template multiply<1>(c, a.step[i], b + down_columns(i), 1);
 }
+// Both operands with the contraction down their columns: c = Aᵀ B.
+template <int kDepth, int kSize> __device__ __forceinline__ void wgmma_columns_columns(float (&c)[kSize], u64 a,
+                                                                                       u64 b) {
+#pragma unroll
+  for (int i = 0; i < kDepth / kStepDepth; ++i)
+    Wgmma<2 * kSize>::template multiply<1, 1>(c, a + down_columns(i), b + down_columns(i), i != 0);
+}
 
 // ---- accumulators into tiles ---------------------------------------------------------------------------------------------------
 // This warp's 16 rows, rounded, each element through `value(i)`; `row` is the first of them in the tile.
@@ -82,6 +89,15 @@ __device__ __forceinline__ void store_accumulator(Tile& to, int row, Value value
     stmatrix_x4(to.chunk(row + lane % 16, 2 * j + lane / 16 * 8), packed<Element>(value(j), value(j + 1)),
                 packed<Element>(value(j + 2), value(j + 3)), packed<Element>(value(j + 4), value(j + 5)),
                 packed<Element>(value(j + 6), value(j + 7)));
+}
+// The same of an operand that was packed from an accumulator.
+template <int kSteps, class Tile>
+__device__ __forceinline__ void store_operand(Tile& to, int row, const RegisterOperand<kSteps>& x) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+    stmatrix_x4(to.chunk(row + lane % 16, 16 * i + lane / 16 * 8), x.step[i][0], x.step[i][1], x.step[i][2],
+                x.step[i][3]);
 }
 
 // ---- warpgroups taking turns at issuing products, by named barriers kFirst .. kFirst + kGroups - 1 -----------------------------

@@ -4,6 +4,13 @@
 
 template <class Element> struct alignas(16) Chunk { Element at[16 / sizeof(Element)]; };
 
+// Two neighbours in shared memory by one 16-byte load.
+template <class Item> struct alignas(16) Pair { Item first, second; };
+template <class Item> __device__ __forceinline__ Pair<Item> load_pair(const Item* from) {
+  static_assert(sizeof(Pair<Item>) == 16, "one load");
+  return *reinterpret_cast<const Pair<Item>*>(from);
+}
+
 // Over groups of kLanes lanes (a power of two); all 32 lanes take part.
 template <int kLanes, class Real> __device__ __forceinline__ Real sum_over_lanes(Real x) {
 #pragma unroll
@@ -24,15 +31,17 @@ template <int kThreads, int kBlocks> struct SumTile {
     return (block * 4 + r) * kThreads + thread;
   }
 #endif
-  static __device__ __forceinline__ void add(float* tile, const float (&x)[kBlocks * 4]) {
+  static __device__ __forceinline__ void add(float* tile, const float (&x)[kBlocks * 4], int thread = threadIdx.x) {
+#if __CUDA_ARCH__ >= 900
+    float* to = recomputed(tile + offset(0, thread, 0));  // one address in registers; what is added to it are constants
+#endif
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #if __CUDA_ARCH__ >= 900
-      red_add_v4(tile + offset(block, threadIdx.x, 0), x[4 * block], x[4 * block + 1], x[4 * block + 2],
-                 x[4 * block + 3]);
+      red_add_v4(to + offset(block, 0, 0), x[4 * block], x[4 * block + 1], x[4 * block + 2], x[4 * block + 3]);
 #else
 #  pragma unroll
-      for (int r = 0; r < 4; ++r) atomicAdd(tile + offset(block, threadIdx.x, r), x[4 * block + r]);
+      for (int r = 0; r < 4; ++r) atomicAdd(tile + offset(block, thread, r), x[4 * block + r]);
 #endif
     }
   }

@@ -59,7 +59,7 @@ inline void __syncwarp(unsigned mask = ~0u) { emu::sync_warp(mask); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __threadfence_system() {}
-inline void __nanosleep(unsigned) { emu::yield(); }
+inline void __nanosleep(unsigned) { emu::sleep(); }
 [[noreturn]] inline void __trap() { emu::fail("trap"); }
 inline long long clock64() { return (long long)emu::switches; }  // a clock that only ever advances
 

@@ -14,7 +14,7 @@
 namespace emu {
 namespace {
 constexpr int kMaxFrames = 48, kPage = 4096;
-std::vector<void*> frames;  // recorded call stacks, innermost frame first, a null behind each
+std::vector<void*> frames;
 pthread_t launching_thread;
 
 // A kernel that neither blocks nor ends is stopped after some processor time, counted in ticks of one second.
@@ -29,6 +29,7 @@ void record_stack() {
   frames.push_back(nullptr);
 }
 void forget_stacks() { frames.clear(); }
+std::vector<void*>& recorded_stacks() { return frames; }
 
 void fail(const char* format, ...) {
   char text[4096];

@@ -1,12 +1,14 @@
 // Faults: how a launch ends when a kernel does something the hardware forbids.
 #pragma once
 #include <csignal>
+#include <vector>
 #include "runtime.h"
 
 namespace emu {
 // Keeps the call stack of the running thread for the host, which knows its source lines.
 void record_stack();
 void forget_stacks();
+std::vector<void*>& recorded_stacks();  // return addresses, innermost frame first, a null behind each stack
 
 // Turns wild addresses, undefined arithmetic and endless loops of a kernel into faults of the launch instead of the
 // process.

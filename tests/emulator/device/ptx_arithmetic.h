@@ -122,7 +122,7 @@ inline u64 special_clock64() { return switches; }
 inline u64 special_globaltimer() { return switches; }
 inline u32 special_cluster_ctarank() { return 0; }
 [[noreturn]] inline void trap() { fail("trap"); }
-inline void nanosleep_u32(u32) { yield(); }
+inline void nanosleep_u32(u32) { sleep(); }
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 inline void bar_sync(u32 id, u32 threads) { named_barrier(id, threads, true); }

@@ -32,8 +32,8 @@ extern u64 switches;  // grows with every change of thread: the emulator's clock
 
 // Ends the launch with this message; never returns to the kernel.
 [[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
-// Lets other threads run.
-void yield();
+// Lets other threads run; a block whose threads do nothing else any more is in a deadlock.
+void sleep();
 
 // ---- warp and block collectives -------------------------------------------------------------------------------------
 // All 32 lanes of the warp meet in one .sync instruction; the last one runs `apply` on everybody's arguments.
@@ -87,6 +87,7 @@ struct LaunchRequest {
   Dim3 grid;
   u32 threads, shared_bytes;
   u32 time_limit;  // seconds that a thread may run without blocking
+  u32 residents;   // blocks that run at once; below 2 they run one after another
 };
 struct Launch : LaunchRequest {
   u32 shared_alignment;

@@ -4,6 +4,7 @@
 #include <map>
 #include <numeric>
 #include "faults.h"
+#include "residents.h"
 #include "shared_memory.h"
 
 namespace emu {
@@ -130,6 +131,8 @@ void to_scheduler() {
   }
 }
 namespace {
+u64 sleeps;      // visits to a thread that ended in one
+u64 events_run;  // of asynchronous units
 bool probing;  // a deadlock is being reported: blocked threads tell where they are
 
 void suspend() {
@@ -155,7 +158,11 @@ void wait_for_change(const u64& counter, u64 before, Description describe, u64 i
   while (counter == before) suspend();
   self->waiting = false;
 }
-void yield() { to_scheduler(); }
+void sleep() {
+  current->wait = {nullptr, nullptr, [](u64, u64) { return std::string("nanosleep, again and again"); }, 0, 0};
+  ++sleeps;
+  suspend();
+}
 
 // ---- policy ---------------------------------------------------------------------------------------------------------
 namespace {
@@ -227,6 +234,7 @@ bool run_event(Work kind) {  // one event of that kind, drawn from all units
     const size_t n = u->events(kind);
     if (pick < n) {
       u->run(kind, pick);
+      ++events_run;
       return true;
     }
     pick -= n;
@@ -284,6 +292,7 @@ void run_block() {
   bool visit_all = false;
   while (block.live) {
     bool progress = false, skipped = false;
+    const u64 before = switches - sleeps + events_run;
     const u32 first = policy.shuffled() ? policy.random(warps) : 0;
     for (u32 i = 0; i < warps; ++i) {
       const u32 w = (first + i) % warps;
@@ -299,6 +308,7 @@ void run_block() {
     }
     visit_all = !progress && skipped;
     if (!progress && !skipped && !force_event()) report_deadlock();
+    if (rest(switches - sleeps + events_run != before)) report_deadlock();
   }
 }
 void start_fibers() {
@@ -313,13 +323,32 @@ void start_fibers() {
   }
   for (Warp& w : block.warps) w = {};
 }
-// Blocks run one after another, in the grid's order or (seed other than 0) in a random one.
-std::vector<u64> block_order(u64 count) {
-  std::vector<u64> order(count);
-  std::iota(order.begin(), order.end(), 0);
+void run_block(u64 number) {
+  block_index = {u32(number % grid_size.x), u32(number / grid_size.x % grid_size.y),
+                 u32(number / grid_size.x / grid_size.y)};
+  start_fibers();
+  for (AsyncUnit* u = first_unit; u; u = u->next) u->begin_block();
+  run_block();
+  for (AsyncUnit* u = first_unit; u; u = u->next) u->end_block();
+}
+// Blocks start in the grid's order or (seed other than 0) in a random one.
+std::vector<u64> block_order;
+void draw_block_order() {
+  block_order.resize(u64(grid_size.x) * grid_size.y * grid_size.z);
+  std::iota(block_order.begin(), block_order.end(), 0);
   if (policy.shuffled())
-    for (u64 i = count; i > 1; --i) std::swap(order[i - 1], order[policy.random(u32(i))]);
-  return order;
+    for (u64 i = block_order.size(); i > 1; --i) std::swap(block_order[i - 1], block_order[policy.random(u32(i))]);
+}
+void run_blocks(u32 resident, const void* context) {
+  const Launch& parameters = *static_cast<const Launch*>(context);
+  if (resident && policy.shuffled())
+    policy.start_launch(parameters.seed + 6 * 1000 * resident);  // of the same paces: `pace` takes the seed modulo 6
+  place_stacks(parameters);
+  shared_memory.reserve(parameters.shared_bytes, parameters.shared_alignment, parameters.async_proxy);
+  FaultHandlers handlers(parameters.time_limit);
+  switches = sleeps = events_run = 0;
+  block.running = true;
+  for (u64 i = take_number(); i < block_order.size(); i = take_number()) run_block(block_order[i]);
 }
 std::string last_error;
 }  // namespace
@@ -340,24 +369,9 @@ int launch(const Launch& parameters) {
   block.warps.resize(parameters.threads / kWarp);
   kernel_entry = parameters.entry;
   kernel_context = parameters.context;
-  try {
-    place_stacks(parameters);
-    shared_memory.reserve(parameters.shared_bytes, parameters.shared_alignment, parameters.async_proxy);
-    FaultHandlers handlers(parameters.time_limit);
-    policy.start_launch(parameters.seed);
-    switches = 0;
-    block.running = true;
-    for (u64 number : block_order(u64(grid_size.x) * grid_size.y * grid_size.z)) {
-      block_index = {u32(number % grid_size.x), u32(number / grid_size.x % grid_size.y),
-                     u32(number / grid_size.x / grid_size.y)};
-      start_fibers();
-      for (AsyncUnit* u = first_unit; u; u = u->next) u->begin_block();
-      run_block();
-      for (AsyncUnit* u = first_unit; u; u = u->next) u->end_block();
-    }
-  } catch (const Failure& f) {
-    last_error = f.what();
-  }
+  policy.start_launch(parameters.seed);
+  draw_block_order();
+  last_error = run_residents(parameters.residents, parameters.seed, run_blocks, &parameters);
   block.running = false;
   current = nullptr;
   return last_error.empty() ? 0 : 1;

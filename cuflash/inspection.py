@@ -1,0 +1,130 @@
+"""Inspection: the weights that attention gives to every key, for a few rows; slow, and for looking at them only."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash import arrays, reference
+from cuflash.api import enter, present
+from cuflash.errors import ArgumentError
+from cuflash.modifiers import Modifier, Tile
+from cuflash.modifiers.base import device_of, module_of
+from cuflash.problem import Call
+
+
+def attention_weights(
+    q: Any,
+    k: Any,
+    rows: Any,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    layout: str = "bhsd",
+) -> Any:
+    """The weights softmax(scale · q kᵀ) of chosen rows, which `attention` multiplies with v and never stores.
+
+    Parameters
+    ----------
+    q
+        (*batch, heads_q, seq_q, head_dim), as for `attention`.
+    k
+        (*batch, heads_k, seq_k, head_dim), as for `attention`.
+    rows
+        Positions of queries, in any order: a sequence of integers from -seq_q to seq_q - 1; negative ones count from the
+        end.
+    scale, causal, window, mask, bias, softcap, modifiers, layout
+        As for `attention`.
+
+    Returns
+    -------
+    weights
+        (*batch, heads_q, len(rows), seq_k) in every layout, float32 (float64 for float64), of the kind of q: each row sums
+        to 1, or is 0 where the query sees no key.
+
+    Raises
+    ------
+    ArgumentError
+        As for `attention`, and for rows that do not exist.
+    UnsupportedError
+        There is no GPU for CUDA arrays.
+
+    Notes
+    -----
+    Computed in float64, one row after the other, scores where the arrays are and the rest on the host: some milliseconds
+    a row, in memory for these rows alone.  Equations of Dao et al., arXiv:2205.14135, section 2.2.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k = np.zeros((1, 3, 1)), np.zeros((1, 3, 1))
+    >>> cuflash.attention_weights(q, k, [1, -1], causal=True).round(3)
+    array([[[0.5  , 0.5  , 0.   ],
+            [0.333, 0.333, 0.333]]])
+    """
+    given = present(mask=mask, bias=bias)
+    home, call, _ = enter(q, k, k, given, scale, causal, window, softcap, modifiers, layout, None)
+    positions = positions_of(rows, call.problem.seq_q)
+    if home.device is not None:
+        arrays.require_gpu()
+    shape = (*call.problem.lse_shape[:-1], len(positions), call.problem.seq_k)
+    weights = np.empty(shape, call.problem.accumulator)
+    with device_of(call.q), np.errstate(all="ignore"):
+        keys = call.k.astype(np.float64).swapaxes(-1, -2)
+        for index, row in enumerate(positions):
+            weights[..., index, :] = weights_of(call, keys, row)[..., 0, :]
+        found = module_of(call.q).asarray(weights)
+    return home.give(found)
+
+
+def positions_of(rows: Any, seq_q: int) -> list[int]:
+    """The rows asked for, counted from the first."""
+    try:
+        positions = [operator.index(row) for row in rows]
+    except TypeError:
+        raise ArgumentError(
+            f"rows={rows!r:.80}: must be a sequence of integers, the positions of queries; write [{rows!r:.20}] for one"
+        ) from None
+    for row in positions:
+        if not -seq_q <= row < seq_q:
+            raise ArgumentError(f"rows contains {row}: must be from {-seq_q} to {seq_q - 1}, the seq of q is {seq_q}")
+    return [row % seq_q for row in positions]
+
+
+def weights_of(call: Call, keys: Any, row: int) -> NDArray[Any]:
+    """Weights of one row, (*batch, heads_q, 1, seq_k), on the host."""
+    problem = call.problem
+    part = slice(row, row + 1)
+    q = call.q[..., part, :].astype(np.float64)
+    *batch, heads_q, _, head_dim = q.shape
+    stacked = q.reshape(*batch, problem.heads_k, problem.group, head_dim)  # the heads of a group share their keys
+    s = on_host(module_of(q).matmul(stacked, keys)).reshape(*batch, heads_q, 1, problem.seq_k)
+    s *= problem.scale
+    tile = Tile(problem, operands_of(call, part), part, slice(0, problem.seq_k))
+    for modifier in problem.modifiers:
+        if modifier.kind == "score":
+            s = modifier.apply(s, tile)
+    return reference.softmax(s, reference.visible_in(tile))[0]
+
+
+def operands_of(call: Call, part: slice) -> Mapping[str, NDArray[Any]]:
+    """The modifiers' arrays on the host, those with an entry for each query cut to one row, which is broadcast."""
+    seq_q = call.problem.seq_q
+    return {name: on_host(x[..., part, :] if x.shape[-2] == seq_q else x) for name, x in call.operands.items()}
+
+
+def on_host(x: Any) -> NDArray[Any]:
+    """A NumPy array of a native one; floating-point numbers become float64."""
+    if x.dtype.kind not in "biu":
+        x = x.astype(np.float64)
+    host: NDArray[Any] = x if isinstance(x, np.ndarray) else x.get()
+    return host

@@ -1,0 +1,305 @@
+// Backward on Hopper's tensor cores by wgmma (sm_90a, float16 and bfloat16).
+//
+// Job: one block owns a tile of keys of one (batch entry, key head) and walks over the query tiles that see it, for every
+// query head of the group in turn; dK and dV stay in registers all the while and are written once.  Warpgroup 0 produces: one
+// thread loads queries and dO ahead of use.  The two others own 64 keys each; S and dP are computed transposed, a row per key,
+// so that P and dS are the A operands of dV += Pᵀ dO and dK += dSᵀ Q where they stand, and only dS goes through shared memory,
+// for dQ = dS K, which is added to float32 sums in global memory.
+// The warpgroups take turns: dQ of the step before, dV, dK, and S and dP of the next step are queued in one turn, and the
+// exponentials and dS of that next step run under the products of the other warpgroup.  dQ lags a step behind so that neither
+// waits for the other's dS.  Where scores are changed one by one, dP is queued late, when P needs no registers beside its own.
+// Invariants: producer and consumers walk the same steps; rows of Q, dO beyond seq_q and keys that nobody sees are zeros in
+// shared memory.
+// Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2; taking turns: FlashAttention-3 (arXiv:2407.08608), section 3.1.
+#include "variant.cuh"  // generated: Config, Params, modifiers
+#include "hw/gemm_wgmma.cuh"
+#include "hw/reduce.cuh"
+#include "attention/epilogue.cuh"
+#include "backward_wgmma_inputs.cuh"
+
+constexpr int kGroups = 2;  // of consumers
+constexpr int kWarps = kGroups * kWarpgroupThreads / 32;
+constexpr int kTurnBarrier = 1, kGroupBarrier = kTurnBarrier + kGroups, kAllBarrier = kGroupBarrier + kGroups;
+static_assert(Config::kStages == 2, "dS has two slots as well");
+static_assert(Config::kBlockK == kGroups * kWarpgroupRows, "64 keys each");
+// dQ of a step is shared out by query rows where there are enough, else by panels of columns.
+constexpr bool kSplitsRows = Config::kBlockQ == kGroups * kWarpgroupRows;
+constexpr int kDqColumns = kSplitsRows ? Config::kDqWidth : Config::kDqWidth / kGroups;
+static_assert(kSplitsRows ? Config::kDqWidth <= kPanelColumns : kDqColumns == kPanelColumns, "a panel each");
+
+typedef PanelTile<Config::kBlockK, Config::kBlockQ> GradientTile;  // dS transposed, a row per key
+
+struct SharedStorage {
+  InputTiles in;
+  GradientTile ds[2];
+  InputChannels channels;
+  Channel<2> gradients;
+};
+static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/wgmma.py disagrees");
+
+constexpr bool kRecomputes = Config::kLateDp || Config::kDeterministic;
+
+typedef MmaFragment<1, Config::kBlockQ / 8, true> ScoreFragment;
+typedef SumTile<kGroups * kWarpgroupThreads, kDqColumns / 8> DqTile;
+
+// One warpgroup.
+struct Consumer {
+  const Params& p;
+  SharedStorage& shared;
+  const Work& work;
+  const int group;
+  const Turns<kTurnBarrier, kGroups> turns;
+  // Of the step whose P and dS are in registers; with two stages, its slot and phase are those of dS in shared memory as well.
+  Cursor<Config::kStages> cursor;
+  Step at;
+  int before = -1;  // number of the tile of queries of the step before it; at first there is none
+  float dk[Config::kHeadDim / 2], dv[Config::kHeadDimV / 2];
+  RegisterOperand<Config::kBlockQ / 16> probabilities, gradients;
+
+  __device__ __forceinline__ Consumer(const Params& params, SharedStorage& storage, const Work& w, int g)
+      : p(params), shared(storage), work(w), group(g), turns{g}, at(params, w) {
+    clear(dk);
+    clear(dv);
+  }
+
+  // Modifiers and turns leave no registers to keep descriptors and coordinates in from step to step.
+  __device__ __forceinline__ int own_rows() const { return (kRecomputes ? recomputed(group) : group) * kWarpgroupRows; }
+  __device__ __forceinline__ u32 own_thread() const { return kRecomputes ? recomputed(threadIdx.x) : threadIdx.x; }
+  __device__ __forceinline__ int warp_key(u32 thread) const {  // this warp's first key in the tile
+    return own_rows() + int(thread % kWarpgroupThreads / 32 * 16);
+  }
+  __device__ __forceinline__ Work here() const { return kRecomputes ? Work(p, block_number(shared.channels)) : work; }
+
+  // ---- products: issued as one group each ----
+  __device__ __forceinline__ void issue_scores(float (&s)[ScoreFragment::kSize]) const {
+    cursor.wait_full(shared.channels.queries);
+    wgmma_fence();
+    wgmma_rows_rows<Config::kHeadDim, KeyTile, QueryTile>(s, operand(shared.in.k, own_rows()),
+                                                          operand(shared.in.q[cursor.slot]));
+    wgmma_commit_group();
+  }
+  __device__ __forceinline__ void issue_dp(float (&dp)[ScoreFragment::kSize]) const {
+    cursor.wait_full(shared.channels.douts);
+    wgmma_fence();
+    wgmma_rows_rows<Config::kHeadDimV, ValueTile, DoutTile>(dp, operand(shared.in.v, own_rows()),
+                                                            operand(shared.in.dout[cursor.slot]));
+    wgmma_commit_group();
+  }
+  __device__ __forceinline__ void issue_dv_dk(int slot) {
+    pin(probabilities);
+    pin(dv);
+    wgmma_fence();
+    wgmma_registers_columns(dv, probabilities, operand(shared.in.dout[slot]));
+    wgmma_commit_group();
+    pin(gradients);
+    pin(dk);
+    wgmma_fence();
+    wgmma_registers_columns(dk, gradients, operand(shared.in.q[slot]));
+    wgmma_commit_group();
+  }
+  // Of the step that `of` stands at.  Before the first there is none: the wait passes at once, and what is computed is
+  // dropped; one body for all steps keeps the compiler within its registers.
+  __device__ __forceinline__ void issue_dq(float (&dq)[kDqColumns / 2], Cursor<2> of) const {
+    of.wait_full(shared.gradients);
+    constexpr u64 kDsPanel = GradientTile::kPanelBytes >> 4, kKeyPanel = KeyTile::kPanelBytes >> 4;
+    wgmma_fence();
+    wgmma_columns_columns<Config::kBlockK>(dq, operand(shared.ds[of.slot]) + (kSplitsRows ? group * kDsPanel : 0),
+                                           operand(shared.in.k) + (kSplitsRows ? 0 : group * kKeyPanel));
+    wgmma_commit_group();
+  }
+  __device__ __forceinline__ void finish_dq(float (&dq)[kDqColumns / 2], Cursor<2> of) const {
+    pin(dq);
+    if (before < 0) return;
+    if (threadIdx.x % kWarpgroupThreads == 0) of.release(shared.gradients);
+    // The order of backward_convert_mma.cu: warps that share rows are neighbours.
+    const u32 thread = u32(recomputed(threadIdx.x)) - kWarpgroupThreads, warp = thread / 32;
+    const u32 sum_warp = kSplitsRows ? warp : warp % 4 * kGroups + warp / 4;
+    const auto add = [&] {
+      DqTile::add(static_cast<float*>(p.dq_sum) + i64(before) * DqTile::kSize, dq, int(sum_warp * 32 + thread % 32));
+    };
+    if constexpr (Config::kDeterministic)
+      in_turn(
+          turn_counter(p, before, group), here().keys.begin / Config::kBlockK, thread % kWarpgroupThreads == 0,
+          [&] { bar_sync(kGroupBarrier + group, kWarpgroupThreads); }, add);
+    else
+      add();
+  }
+  static __device__ __forceinline__ void scale_by(float (&x)[ScoreFragment::kSize],
+                                                  const ScoreSlopes<ScoreFragment>& slopes) {
+#pragma unroll
+    for (int j = 0; j < ScoreFragment::kSize; ++j) x[j] *= slopes[j];
+  }
+
+  // ---- between the products: S -> P, dP -> dS of the step `at` ----
+  __device__ __forceinline__ void form_gradients(float (&s)[ScoreFragment::kSize], float (&dp)[ScoreFragment::kSize]) {
+    wgmma_wait_group<Config::kLateDp ? 0 : 1>();
+    pin(s);
+    const Work now = here();
+    const u32 thread = own_thread();
+    const ScoreFragment s_at(warp_key(thread), 0, thread);
+    const Corner corner{at.tile * Config::kBlockQ, now.keys.begin};
+    Place place = now.place;
+    place.head = at.head;
+    ScoreSlopes<ScoreFragment> slopes;
+    scores_of<true>(
+        s, slopes, s_at, p, place, corner,
+        tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {corner.k, corner.k + Config::kBlockK}));
+    const RowStatistics* statistics = shared.channels.statistics[cursor.slot];
+#pragma unroll
+    for (int j = 0; j < ScoreFragment::kSize; j += 4) {  // two rows of the same two columns
+      const Pair<RowStatistics> row = load_pair(statistics + s_at.column(j));
+      s[j] = probability(s[j], row.first.shift, p);
+      s[j + 1] = probability(s[j + 1], row.second.shift, p);
+      s[j + 2] = probability(s[j + 2], row.first.shift, p);
+      s[j + 3] = probability(s[j + 3], row.second.shift, p);
+    }
+    probabilities.pack<Element>(s);
+    if constexpr (!kHasOperandGradients) scale_by(s, slopes);
+    if constexpr (Config::kLateDp) issue_dp(dp);
+    wgmma_wait_group<0>();
+    pin(dp);
+#pragma unroll
+    for (int j = 0; j < ScoreFragment::kSize; j += 4) {
+      const Pair<RowStatistics> row = load_pair(statistics + s_at.column(j));
+      s[j] = score_gradient(s[j], dp[j], row.first.delta);
+      s[j + 1] = score_gradient(s[j + 1], dp[j + 1], row.second.delta);
+      s[j + 2] = score_gradient(s[j + 2], dp[j + 2], row.first.delta);
+      s[j + 3] = score_gradient(s[j + 3], dp[j + 3], row.second.delta);
+    }
+    if constexpr (kHasOperandGradients) {  // they are gradients of what comes behind the slopes
+      for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
+      scale_by(s, slopes);
+    }
+    gradients.pack<Element>(s);
+    cursor.wait_empty(shared.gradients);
+    store_operand(shared.ds[cursor.slot], warp_key(own_thread()), gradients);
+    fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(cursor.full(shared.gradients));
+  }
+
+  // ---- the walk ----
+  // A slot whose statistics were read by ordinary loads is given back by every warp.
+  __device__ __forceinline__ void release(Channel<Config::kStages>& channel, int slot) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&channel.empty[slot]));
+  }
+  __device__ __forceinline__ void start() {
+    float s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
+    issue_scores(s);
+    if (!Config::kLateDp) issue_dp(dp);
+    form_gradients(s, dp);
+  }
+  // Takes the turn, and hands it on once S and dP of the next step are queued.
+  __device__ __forceinline__ void advance() {
+    const int slot = cursor.slot;
+    float dq[kDqColumns / 2], s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
+    turns.take();
+    issue_dq(dq, cursor.previous());
+    issue_dv_dk(slot);
+    wgmma_wait_group<2>();
+    finish_dq(dq, cursor.previous());
+    wgmma_wait_group<1>();
+    pin(dv);
+    pin(probabilities);
+    release(shared.channels.douts, slot);
+    cursor.advance();
+    issue_scores(s);
+    if constexpr (kSplitsRows) {  // registers: dS must be free before dP is there
+      wgmma_wait_group<1>();
+      pin(dk);
+      pin(gradients);
+      release(shared.channels.queries, slot);
+    }
+    if (!Config::kLateDp) issue_dp(dp);
+    turns.pass();
+    if constexpr (!kSplitsRows) {
+      wgmma_wait_group<Config::kLateDp ? 1 : 2>();
+      pin(dk);
+      pin(gradients);
+      release(shared.channels.queries, slot);
+    }
+    before = at.number();
+    at.advance(p, here());
+    form_gradients(s, dp);
+  }
+  __device__ __forceinline__ void finish() {
+    float dq[kDqColumns / 2];
+    turns.take();
+    issue_dq(dq, cursor.previous());
+    issue_dv_dk(cursor.slot);
+    wgmma_wait_group<2>();
+    finish_dq(dq, cursor.previous());
+    if (group == 0) turns.pass();
+    wgmma_wait_group<0>();
+    pin(dv);
+    pin(dk);
+    before = at.number();
+    issue_dq(dq, cursor);
+    wgmma_wait_group<0>();
+    finish_dq(dq, cursor);
+  }
+  __device__ __forceinline__ void walk() {
+    turns.open();
+    start();
+#pragma unroll 1
+    for (int rest = work.steps - 1; rest > 0; --rest) advance();
+    finish();
+  }
+
+  // ---- what stays: this warpgroup's rows take the place of its own keys and values ----
+  template <class Tile, int kSize> __device__ __forceinline__ void store(Tile& tile, float (&x)[kSize], float scale,
+                                                                         const TensorMap& map) const {
+    const Work done(p, block_number(shared.channels));
+    store_accumulator<Element, kSize>(tile, warp_key(threadIdx.x), [&](int i) { return x[i] * scale; });
+    fence_proxy_async();
+    bar_sync(kGroupBarrier + group, kWarpgroupThreads);
+    if (threadIdx.x % kWarpgroupThreads == 0) {
+      const int first = group * kWarpgroupRows;
+      store_panels(tile, first, map, {0, done.keys.begin + first, done.place.head_k, done.batch});
+      cp_async_bulk_commit_group();
+    }
+  }
+};
+
+__device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, const Work& work, int group) {
+  Consumer consumer(p, shared, work, group);
+  mbarrier_wait(shared_address(&shared.channels.keys.full[0]), 0);
+  if constexpr (Visibility::kNarrows) {  // keys that no query sees may be anything, and must not meet a gradient of 0
+    const Range alive = keys_seen_by_any(p, work.place, {0, p.seq_q});
+    if (work.keys.begin < alive.begin || work.keys.end > alive.end) {
+      const Range rows{alive.begin - work.keys.begin, alive.end - work.keys.begin};
+      const int thread = int(threadIdx.x) - kWarpgroupThreads;
+      clear_rows_outside<kGroups * kWarpgroupThreads>(shared.in.k, rows, thread);
+      clear_rows_outside<kGroups * kWarpgroupThreads>(shared.in.v, rows, thread);
+      fence_proxy_async();
+      bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
+    }
+  }
+  if (work.steps > 0) consumer.walk();
+  consumer.store(shared.in.v, consumer.dv, 1.f, p.dv_map);
+  bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K
+  consumer.store(shared.in.k, consumer.dk, p.scale, p.dk_map);
+  if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
+  if constexpr (Config::kDeterministic) start_number(static_cast<u32*>(p.turns), &shared.channels.started);
+  const Work work(p, block_number(shared.channels));
+  if (threadIdx.x == 0) {
+    shared.channels.init(kWarps);
+    shared.gradients.init(kGroups, kWarps);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
+  if (group == 0) {
+    setmaxnreg_dec<Config::kProducerRegisters>();
+    if (threadIdx.x == 0) produce(p, shared.in, shared.channels, work);
+  } else {
+    setmaxnreg_inc<Config::kConsumerRegisters>();
+    consume(p, shared, work, group - 1);
+  }
+}

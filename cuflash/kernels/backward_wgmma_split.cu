@@ -1,0 +1,304 @@
+// Backward on Hopper's tensor cores by wgmma for head sizes above 128 (sm_90a, float16 and bfloat16).
+//
+// Job: as in backward_wgmma.cu one block owns a tile of keys, 64 here, and walks over the queries that see it; dK and dV are
+// together more than a warpgroup's registers, so the two consumers share out the work by kind:
+//   values   S = K Qᵀ, P, dV += Pᵀ dO
+//   keys     dP = V dOᵀ, dS, dK += dSᵀ Q
+// Both compute the same 64 x 64 elements in the same threads, so that P goes from one to the other as float32 through shared
+// memory, each thread's own.  dS is written there as well, and each takes every other panel of dQ = dS K.  `values` runs a step
+// ahead of `keys`: its exponentials run under the products of the other.
+// Invariants: producer and consumers walk the same steps; keys that nobody sees are zeros in shared memory.
+// Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2.
+#include "variant.cuh"  // generated: Config, Params, modifiers
+#include "hw/gemm_wgmma.cuh"
+#include "hw/reduce.cuh"
+#include "attention/epilogue.cuh"
+#include "backward_wgmma_inputs.cuh"
+
+constexpr int kGroups = 2;  // of consumers
+constexpr int kGroupWarps = kWarpgroupThreads / 32;
+constexpr int kGroupBarrier = 1, kAllBarrier = kGroupBarrier + kGroups;
+constexpr int kDqPanels = Config::kDqWidth / kPanelColumns;
+static_assert(Config::kBlockK == kWarpgroupRows && Config::kBlockQ == kWarpgroupRows, "one tile of scores");
+static_assert(Config::kStages == 2, "dS has two slots as well");
+
+typedef PanelTile<Config::kBlockK, Config::kBlockQ> GradientTile;  // dS transposed, a row per key
+typedef MmaFragment<1, Config::kBlockQ / 8, true> ScoreFragment;
+typedef SumTile<kWarpgroupThreads, kPanelColumns / 8> DqPanel;
+typedef float Scores[ScoreFragment::kSize];
+
+struct SharedStorage {
+  InputTiles in;
+  GradientTile ds[2];
+  float4 p[ScoreFragment::kSize / 4][kWarpgroupThreads];  // each thread's own
+  InputChannels channels;
+  Channel<1> probabilities;
+  Channel<2> gradients;
+};
+static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/wgmma.py disagrees");
+
+// One warpgroup: what both kinds have.
+struct Consumer {
+  const Params& p;
+  SharedStorage& shared;
+  const Work& work;
+  const int group;
+  Cursor<2> cursor;  // of the step at hand; its slot and phase are those of dS as well
+  Cursor<1> p_cursor;
+  Step at;
+
+  __device__ __forceinline__ Consumer(const Params& params, SharedStorage& storage, const Work& w, int g)
+      : p(params), shared(storage), work(w), group(g), at(params, w) {}
+
+  __device__ __forceinline__ u32 thread() const { return threadIdx.x % kWarpgroupThreads; }
+  __device__ __forceinline__ int warp_row() const { return int(thread() / 32 * 16); }
+
+  // A slot that every warp has read by ordinary loads, or that wgmma has, is given back by every warp.
+  template <class Slots> __device__ __forceinline__ void release(Slots& channel, int slot) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&channel.empty[slot]));
+  }
+  // dQ of a step, this warpgroup's panels one after the other, each added to the sums as soon as it is there.
+  __device__ __forceinline__ void add_panels(Cursor<2> of, int tile) const {
+#pragma unroll
+    for (int pair = 0; pair < kDqPanels; pair += kGroups) {
+      const int panel = pair + group;
+      if (panel >= kDqPanels) break;
+      float dq[kPanelColumns / 2];
+      wgmma_fence();
+      wgmma_columns_columns<Config::kBlockK>(dq, operand(shared.ds[of.slot]),
+                                             operand(shared.in.k) + panel * (KeyTile::kPanelBytes >> 4));
+      wgmma_commit_group();
+      wgmma_wait_group<0>();
+      pin(dq);
+      float* sums = static_cast<float*>(p.dq_sum) + (i64(tile) * kDqPanels + panel) * DqPanel::kSize;
+      DqPanel::add(sums, dq, int(u32(recomputed(threadIdx.x)) % kWarpgroupThreads));
+    }
+  }
+  __device__ __forceinline__ void add_dq(Cursor<2> of, int tile) const {
+    of.wait_full(shared.gradients);
+    if constexpr (Config::kDeterministic)
+      in_turn(
+          turn_counter(p, tile, group), work.keys.begin / Config::kBlockK, thread() == 0,
+          [&] { bar_sync(kGroupBarrier + group, kWarpgroupThreads); }, [&] { add_panels(of, tile); });
+    else
+      add_panels(of, tile);
+    release(shared.gradients, of.slot);
+  }
+  template <class Tile, int kSize>
+  __device__ __forceinline__ void store(Tile& tile, float (&x)[kSize], float scale, const TensorMap& map) const {
+    store_accumulator<Element, kSize>(tile, warp_row(), [&](int i) { return x[i] * scale; });
+    fence_proxy_async();
+    bar_sync(kGroupBarrier + group, kWarpgroupThreads);
+    if (thread() == 0) {
+      store_panels(tile, 0, map, {0, work.keys.begin, work.place.head_k, work.batch});
+      cp_async_bulk_commit_group();
+      cp_async_bulk_wait_group<0>();
+    }
+  }
+};
+
+// S, P and dV.
+struct ValueConsumer : Consumer {
+  float dv[Config::kHeadDimV / 2];
+
+  __device__ __forceinline__ ValueConsumer(const Params& params, SharedStorage& storage, const Work& w)
+      : Consumer(params, storage, w, 0) {
+    clear(dv);
+  }
+  __device__ __forceinline__ void issue_scores(Scores& s) const {
+    cursor.wait_full(shared.channels.queries);
+    wgmma_fence();
+    wgmma_rows_rows<Config::kHeadDim, KeyTile, QueryTile>(s, operand(shared.in.k), operand(shared.in.q[cursor.slot]));
+    wgmma_commit_group();
+  }
+  // S -> P for dV, and P times the slopes of the modifiers for the other warpgroup.
+  __device__ __forceinline__ void form_probabilities(Scores& s, RegisterOperand<Config::kBlockQ / 16>& probabilities) {
+    const ScoreFragment s_at(warp_row(), 0, threadIdx.x);
+    const Corner corner{at.tile * Config::kBlockQ, work.keys.begin};
+    Place place = work.place;
+    place.head = at.head;
+    ScoreSlopes<ScoreFragment> slopes;
+    scores_of<true>(
+        s, slopes, s_at, p, place, corner,
+        tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {corner.k, corner.k + Config::kBlockK}));
+    const RowStatistics* statistics = shared.channels.statistics[cursor.slot];
+#pragma unroll
+    for (int j = 0; j < ScoreFragment::kSize; j += 4) {  // two rows of the same two columns
+      const Pair<RowStatistics> row = load_pair(statistics + s_at.column(j));
+      s[j] = probability(s[j], row.first.shift, p);
+      s[j + 1] = probability(s[j + 1], row.second.shift, p);
+      s[j + 2] = probability(s[j + 2], row.first.shift, p);
+      s[j + 3] = probability(s[j + 3], row.second.shift, p);
+    }
+    probabilities.pack<Element>(s);
+    p_cursor.wait_empty(shared.probabilities);
+#pragma unroll
+    for (int j = 0; j < ScoreFragment::kSize; j += 4)
+      shared.p[j / 4][thread()] =
+          make_float4(s[j] * slopes[j], s[j + 1] * slopes[j + 1], s[j + 2] * slopes[j + 2], s[j + 3] * slopes[j + 3]);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(p_cursor.full(shared.probabilities));
+    p_cursor.advance();
+  }
+  __device__ __forceinline__ void walk() {
+    Scores s;
+    RegisterOperand<Config::kBlockQ / 16> probabilities;
+    int before = -1;
+    issue_scores(s);
+#pragma unroll 1
+    for (int rest = work.steps; rest > 0; --rest) {
+      wgmma_wait_group<0>();
+      pin(s);
+      form_probabilities(s, probabilities);
+      release(shared.channels.queries, cursor.slot);
+      cursor.wait_full(shared.channels.douts);
+      pin(probabilities);
+      pin(dv);
+      wgmma_fence();
+      wgmma_registers_columns(dv, probabilities, operand(shared.in.dout[cursor.slot]));
+      wgmma_commit_group();
+      const int tile = at.number();
+      const Cursor<2> now = cursor;
+      cursor.advance();
+      at.advance(p, work);
+      if (rest > 1) {
+        issue_scores(s);
+        wgmma_wait_group<1>();
+      } else {
+        wgmma_wait_group<0>();
+      }
+      pin(dv);
+      pin(probabilities);
+      release(shared.channels.douts, now.slot);
+      if (before >= 0) add_dq(now.previous(), before);
+      before = tile;
+    }
+    add_dq(cursor.previous(), before);
+  }
+};
+
+// dP, dS and dK.
+struct KeyConsumer : Consumer {
+  float dk[Config::kHeadDim / 2];
+
+  __device__ __forceinline__ KeyConsumer(const Params& params, SharedStorage& storage, const Work& w)
+      : Consumer(params, storage, w, 1) {
+    clear(dk);
+  }
+  __device__ __forceinline__ void issue_dp(Scores& dp) const {
+    cursor.wait_full(shared.channels.douts);
+    wgmma_fence();
+    wgmma_rows_rows<Config::kHeadDimV, ValueTile, DoutTile>(dp, operand(shared.in.v),
+                                                            operand(shared.in.dout[cursor.slot]));
+    wgmma_commit_group();
+  }
+  // dP -> dS, for dK and, through shared memory, for dQ.
+  __device__ __forceinline__ void form_gradients(Scores& dp, RegisterOperand<Config::kBlockQ / 16>& gradients) {
+    const ScoreFragment s_at(warp_row(), 0, threadIdx.x);
+    cursor.wait_full(shared.channels.queries);  // brings the statistics
+    const RowStatistics* statistics = shared.channels.statistics[cursor.slot];
+    p_cursor.wait_full(shared.probabilities);
+#pragma unroll
+    for (int j = 0; j < ScoreFragment::kSize; j += 4) {
+      const float4 probability = shared.p[j / 4][thread()];
+      const Pair<RowStatistics> row = load_pair(statistics + s_at.column(j));
+      dp[j] = score_gradient(probability.x, dp[j], row.first.delta);
+      dp[j + 1] = score_gradient(probability.y, dp[j + 1], row.second.delta);
+      dp[j + 2] = score_gradient(probability.z, dp[j + 2], row.first.delta);
+      dp[j + 3] = score_gradient(probability.w, dp[j + 3], row.second.delta);
+    }
+    release(shared.probabilities, 0);
+    p_cursor.advance();
+    if constexpr (kHasOperandGradients) {
+      Place place = work.place;
+      place.head = at.head;
+      const Corner corner{at.tile * Config::kBlockQ, work.keys.begin};
+      for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(dp, s_at, view, p, place, corner); });
+    }
+    gradients.pack<Element>(dp);
+    cursor.wait_empty(shared.gradients);
+    store_operand(shared.ds[cursor.slot], warp_row(), gradients);
+    fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(cursor.full(shared.gradients));
+  }
+  __device__ __forceinline__ void walk() {
+    Scores dp;
+    RegisterOperand<Config::kBlockQ / 16> gradients;
+    issue_dp(dp);
+#pragma unroll 1
+    for (int rest = work.steps; rest > 0; --rest) {
+      wgmma_wait_group<0>();
+      pin(dp);
+      release(shared.channels.douts, cursor.slot);
+      form_gradients(dp, gradients);
+      pin(gradients);
+      pin(dk);
+      wgmma_fence();
+      wgmma_registers_columns(dk, gradients, operand(shared.in.q[cursor.slot]));
+      wgmma_commit_group();
+      const int tile = at.number();
+      const Cursor<2> now = cursor;
+      cursor.advance();
+      at.advance(p, work);
+      if (rest > 1) {
+        issue_dp(dp);
+        wgmma_wait_group<1>();
+      } else {
+        wgmma_wait_group<0>();
+      }
+      pin(dk);
+      pin(gradients);
+      release(shared.channels.queries, now.slot);
+      add_dq(now, tile);
+    }
+  }
+};
+
+__device__ __forceinline__ void clean_keys(const Params& p, SharedStorage& shared, const Work& work) {
+  mbarrier_wait(shared_address(&shared.channels.keys.full[0]), 0);
+  if constexpr (Visibility::kNarrows) {  // keys that no query sees may be anything, and must not meet a gradient of 0
+    const Range alive = keys_seen_by_any(p, work.place, {0, p.seq_q});
+    if (work.keys.begin >= alive.begin && work.keys.end <= alive.end) return;
+    const Range rows{alive.begin - work.keys.begin, alive.end - work.keys.begin};
+    const int thread = int(threadIdx.x) - kWarpgroupThreads;
+    clear_rows_outside<kGroups * kWarpgroupThreads>(shared.in.k, rows, thread);
+    clear_rows_outside<kGroups * kWarpgroupThreads>(shared.in.v, rows, thread);
+    fence_proxy_async();
+    bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
+  if constexpr (Config::kDeterministic) start_number(static_cast<u32*>(p.turns), &shared.channels.started);
+  const Work work(p, block_number(shared.channels));
+  if (threadIdx.x == 0) {
+    shared.channels.init(kGroups * kGroupWarps);
+    shared.probabilities.init(kGroupWarps, kGroupWarps);
+    shared.gradients.init(kGroups * kGroupWarps, kGroupWarps);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
+  if (group == 0) {
+    setmaxnreg_dec<Config::kProducerRegisters>();
+    if (threadIdx.x == 0) produce(p, shared.in, shared.channels, work);
+  } else if (group == 1) {
+    setmaxnreg_inc<Config::kConsumerRegisters>();
+    clean_keys(p, shared, work);
+    ValueConsumer consumer(p, shared, work);
+    if (work.steps > 0) consumer.walk();
+    bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // nobody reads K or V any more
+    consumer.store(shared.in.v, consumer.dv, 1.f, p.dv_map);
+  } else {
+    setmaxnreg_inc<Config::kConsumerRegisters>();
+    clean_keys(p, shared, work);
+    KeyConsumer consumer(p, shared, work);
+    if (work.steps > 0) consumer.walk();
+    bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
+    consumer.store(shared.in.k, consumer.dk, p.scale, p.dk_map);
+  }
+}

@@ -1,0 +1,280 @@
+"""Documents and block masks in the emulator: patterns of hidden tiles on every kind of kernel, and that tiles are skipped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash import problem, source
+from cuflash.modifiers import BlockMask, Documents, KeyLengths, Modifier
+from cuflash.schedules import mma
+from cuflash.variant import Variant
+from tests.cases import OPTIONS, Case
+from tests.emulator import EmulatedKernel, kernels
+from tests.emulator.kernels import backward, check, check_call, forward
+from tests.emulator.test_mma import TILES, target_id
+from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
+from tests.emulator.test_simt import BACKWARD, FORWARD
+from tests.emulator.test_simt import tile as simt_tile  # noqa: F401 (a fixture)
+
+#: small tiles: 32 x 16 forward and 32 x 32 backward for 16 bits, 16 x 32 and 16 x 16 for the others
+TARGETS = ((75, "float16"), (80, "bfloat16"), (90, "bfloat16"), (75, "float32"), (80, "float64"), (90, "float32"))
+targets = pytest.mark.parametrize("target", TARGETS, ids=target_id)
+
+Pattern = Callable[[np.random.Generator, tuple[int, int, int]], np.ndarray]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(mma_tile: Any, simt_tile: Any) -> None:  # noqa: F811
+    """Every test runs with them, unless it sets others."""
+
+
+def one(at: tuple[int, int], value: bool) -> Pattern:
+    """Blocks that are all alike but one."""
+
+    def make(rng: np.random.Generator, shape: tuple[int, int, int]) -> np.ndarray:
+        blocks = np.full(shape[1:], not value)
+        blocks[at] = value
+        return blocks
+
+    return make
+
+
+#: blocks of 16 x 16 for (heads_q, blocks of queries, blocks of keys)
+PATTERNS: dict[str, Pattern] = {
+    "all hidden": lambda rng, shape: np.zeros((1, 1), bool),
+    "all visible": lambda rng, shape: np.ones(shape, bool),
+    "one visible": one((3, 4), True),
+    "first visible": one((0, 0), True),
+    "last visible": one((-1, -1), True),
+    "one hidden": one((2, 2), False),
+    "rows hidden": lambda rng, shape: np.repeat(rng.random((shape[1], 1)) < 0.5, shape[2], axis=1),
+    "columns hidden": lambda rng, shape: rng.random((1, shape[2])) < 0.5,
+    "heads hidden": lambda rng, shape: np.arange(shape[0])[:, None, None] % 2 == 0,
+    "diagonal": lambda rng, shape: np.eye(*shape[1:], dtype=bool),
+    "coarse": lambda rng, shape: np.kron(rng.random((shape[0], 3, 4)) < 0.4, np.ones((2, 2), bool))[
+        :, : shape[1], : shape[2]
+    ],
+    "few of each head": lambda rng, shape: rng.random(shape) < 0.1,
+    "half of each head": lambda rng, shape: rng.random(shape) < 0.5,
+}
+
+
+def made(target: tuple[int, str], chain: list[Modifier], **changes: Any) -> tuple[problem.Call, Any, Any]:
+    """A call of 2 query heads for each of 2 key heads, lengths that end within tiles and blocks."""
+    case = replace(Case("sparse", target[1], batch=(1,), heads_q=4, seq_q=85, seq_k=103, dlse=True), **changes)
+    arrays = case.make()
+    options = {**arrays["options"], "modifiers": [*arrays["options"]["modifiers"], *chain]}
+    call = problem.describe(arrays["q"], arrays["k"], arrays["v"], **options)
+    return call, arrays["dout"], arrays["dlse"]
+
+
+# ---- patterns ----------------------------------------------------------------------------------------------------------
+@targets
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns(pattern: str, target: tuple[int, str]) -> None:
+    """Each under three seeds of the schedule, and under the other three with a causal mask."""
+    blocks = PATTERNS[pattern](np.random.default_rng(0), (4, 6, 7))
+    for causal, seeds in ((False, (0, 1, 2)), (True, (3, 4, 5))):
+        check_call(*made(target, [BlockMask(blocks, 16)], causal=causal), target[0], seeds)
+
+
+@targets
+@pytest.mark.parametrize("size", [(32, 32), (64, 16), (16, 64), (24, 40), (5, 9), (1, 1)], ids=str)
+def test_sizes_of_blocks(size: tuple[int, int], target: tuple[int, str]) -> None:
+    blocks = np.random.default_rng(1).random((4, -(-85 // size[0]), -(-103 // size[1]))) < 0.3
+    for seed, window in enumerate((None, (20, 30), (0, 0), None, (None, 3), (60, None))):
+        check_call(*made(target, [BlockMask(blocks, size)], window=window), target[0], (seed,))
+
+
+@targets
+@pytest.mark.parametrize("lengths", [(32, 32, 39), (1, 64, 38), (103,), (33,) * 4, (7,) * 15, (0, 96, 7)], ids=str)
+def test_packed_documents(lengths: tuple[int, ...], target: tuple[int, str]) -> None:
+    """The queries are the last ones of the same documents, as in a continued sequence."""
+    ids = np.repeat(np.arange(len(lengths), dtype=np.int32) - 3, lengths)[:103]
+    ids = np.concatenate([ids, np.full(103 - ids.size, 99, np.int32)])
+    for seed, causal in enumerate((True, False, True, False, True, False)):
+        check_call(*made(target, [Documents(ids[-85:], ids)], causal=causal), target[0], (seed,))
+
+
+@targets
+def test_documents_that_meet_nowhere(target: tuple[int, str]) -> None:
+    for seed, (q, k) in enumerate(((0, 1), (1, 0), (-(1 << 31), (1 << 31) - 1), (5, 5), (7, 7), (3, -3))):
+        chain = [Documents(np.full(85, q, np.int32), np.full(103, k, np.int32))]
+        call, dout, dlse = made(target, chain)
+        out, lse = forward(call, target[0], seed)
+        assert (out == 0).all() == np.isneginf(lse).all() == (q != k)
+        check_call(call, dout, dlse, target[0], (seed,))
+
+
+@targets
+def test_documents_with_blocks_lengths_and_a_mask(target: tuple[int, str]) -> None:
+    rng = np.random.default_rng(2)
+    ids = np.sort(rng.integers(0, 3, (2, 103)).astype(np.int32), axis=-1)
+    chain = [
+        Documents(ids[:, :85], ids),
+        BlockMask(rng.random((2, 1, 6, 7)) < 0.7, 16),
+        KeyLengths(np.array([103, 50], np.int32)),
+    ]
+    changes = {"batch": (2,), "causal": "top_left", "mask": "hqk", "bias": "b1qk", "softcap": 2.0, "alibi": "h"}
+    check_call(*made(target, chain, **changes), target[0])
+
+
+def test_wide_values_with_many_modifiers_are_cut_into_chunks() -> None:
+    case = Case("chunks", "bfloat16", **OPTIONS["sparse-everything"], head_dim=24, head_dim_v=200)
+    call, *_ = case.call()
+    config = mma.forward(call.problem, 163 * 1024, True)
+    assert config.chunk < config.head_dim_v <= mma.MAX_CHUNK
+    expectation = kernels.Expectation(call)
+    for seed in kernels.SEEDS:
+        expectation.check_forward(*forward(call, 80, seed))
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("kind", ["blocks", "documents"])
+def test_every_kind_of_mma_tile(mma_tile: Any, kind: str, name: str) -> None:  # noqa: F811
+    mma_tile(*TILES[name])
+    options = {"blocks": "bhqk"} if kind == "blocks" else {"documents": "packed", "causal": True}
+    for seed, (seq_q, seq_k) in enumerate(((33, 97), (96, 31), (65, 65), (1, 100), (70, 1), (64, 128))):
+        sizes = {"seq_q": seq_q, "seq_k": seq_k, "heads_q": 4, "head_dim": 32}
+        check(Case(kind, "float16", **sizes, **options), 80, (seed,))
+
+
+@pytest.mark.parametrize(("name_f", "name_b"), list(zip(FORWARD, BACKWARD, strict=True)))
+@pytest.mark.parametrize("kind", ["blocks", "documents"])
+def test_every_kind_of_simt_tile(simt_tile: Any, kind: str, name_f: str, name_b: str) -> None:  # noqa: F811
+    simt_tile(name_f, name_b)
+    options = {"blocks": "bhqk"} if kind == "blocks" else {"documents": "packed", "causal": True}
+    for seed, (seq_q, seq_k) in enumerate(((33, 97), (96, 31), (65, 65), (1, 100), (70, 1), (64, 128))):
+        check(Case(kind, "float32", seq_q=seq_q, seq_k=seq_k, heads_q=4, **options), 80, (seed,))
+
+
+@pytest.mark.parametrize("target", TARGETS[1:3] + TARGETS[4:5], ids=target_id)
+def test_without_undefined_behaviour(target: tuple[int, str]) -> None:
+    blocks = PATTERNS["half of each head"](np.random.default_rng(0), (4, 6, 7))
+    ids = np.arange(103, dtype=np.int32) // 40
+    chain = [BlockMask(blocks, 16), Documents(ids[-85:], ids)]
+    check_call(*made(target, chain), target[0], (0, 4), sanitize=True)
+
+
+# ---- skipped, not only hidden ------------------------------------------------------------------------------------------
+def visiting_all(variant: Variant) -> str:
+    """The kernel that looks at every tile."""
+    text = source.build(variant)
+    assert "kHidesTiles = true" in text
+    return text.replace("kHidesTiles = true", "kHidesTiles = false")
+
+
+def sparse_chain(kind: str) -> list[Modifier]:
+    """Keys 32 to 63 are seen by queries 32 to 63 alone, and these see other keys only where blocks let them."""
+    if kind == "documents":
+        ids = np.arange(128, dtype=np.int32) // 32
+        return [Documents(ids, ids)]
+    return [BlockMask(np.array([[1, 0, 0, 1], [0, 1, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0]], bool), 32)]
+
+
+@targets
+@pytest.mark.parametrize("kind", ["documents", "blocks"])
+@pytest.mark.parametrize("text", [source.build, visiting_all], ids=["skipping", "visiting all"])
+def test_what_is_hidden_is_not_read(kind: str, target: tuple[int, str], text: Callable[[Variant], str]) -> None:
+    """NaN in keys and values reaches the queries that see them and no others, in both directions.
+
+    A kernel that computes hidden tiles multiplies it by 0, which shows.
+    """
+    arch, dtype = target
+    arrays = Case("hidden", dtype, batch=(1,), seq_q=128, seq_k=128).make()
+    q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
+    clean = problem.describe(q, k.copy(), v.copy(), modifiers=sparse_chain(kind))
+    k[..., 32:64, :] = v[..., 32:64, :] = np.nan
+    dirty = problem.describe(q, k, v, modifiers=sparse_chain(kind))
+    rest = np.r_[0:32, 64:128]
+    found = []
+    for seed in range(6) if text is source.build else (0,):
+        out, lse = forward(clean, arch, seed)
+        want = {"out": out, "lse": lse, **backward(clean, out, lse, dout, None, arch, seed)._asdict()}
+        dirty_out, dirty_lse = forward(dirty, arch, seed, text=text)
+        got = {"out": dirty_out, "lse": dirty_lse}
+        got |= backward(dirty, out, lse, dout, None, arch, seed, text=text)._asdict()
+        assert np.isnan(got["out"][..., 32:64, :].astype(np.float64)).all()
+        for name, x in got.items():
+            parts = (y[..., rest] if name == "lse" else y[..., rest, :] for y in (x, want[name]))
+            found.append(all_close(*parts))
+    if text is source.build:
+        assert all(found)
+    else:
+        assert not all(found)
+
+
+def all_close(x: np.ndarray, y: np.ndarray) -> bool:
+    """Equal up to the order of a sum."""
+    return np.allclose(x.astype(np.float64), y.astype(np.float64), rtol=1e-2, atol=1e-2)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the emulator changed between threads, by kernel: its work."""
+    counts: Counter[str] = Counter()
+    launch = EmulatedKernel.launch
+
+    def counted(self: EmulatedKernel, *arguments: Any, **options: Any) -> None:
+        launch(self, *arguments, **options)
+        counts[self.name.split("_")[1]] += self.switches()
+
+    monkeypatch.setattr(EmulatedKernel, "launch", counted)
+    return counts
+
+
+@targets
+def test_work_falls_with_the_visible_area(target: tuple[int, str], work: Counter[str]) -> None:
+    amounts = []
+    for visible in (16, 8, 4, 1):
+        blocks = np.zeros((4, 4), bool)
+        blocks.ravel()[np.random.default_rng(0).permutation(16)[:visible]] = True
+        arrays = Case("work", target[1], batch=(), heads_q=1, heads_k=1, seq_q=128, seq_k=128).make()
+        call = problem.describe(arrays["q"], arrays["k"], arrays["v"], modifiers=[BlockMask(blocks, 32)])
+        work.clear()
+        out, lse = forward(call, target[0])
+        forward_work = work["forward"]
+        backward(call, out, lse, arrays["dout"], None, target[0])
+        amounts.append((forward_work, work["backward"]))
+    full, half, quarter, single = amounts
+    for direction in (0, 1):
+        assert half[direction] < 0.8 * full[direction]
+        assert quarter[direction] < 0.6 * full[direction]
+        assert single[direction] < 0.5 * full[direction]
+
+
+@targets
+def test_gaps_cost_nothing(target: tuple[int, str], work: Counter[str]) -> None:
+    """Two visible tiles take the same time side by side and with hidden ones between them."""
+    arrays = Case("work", target[1], batch=(), heads_q=2, heads_k=1, seq_q=128, seq_k=128).make()
+    amounts = {}
+    for name, row in {"beside": (1, 1, 0, 0), "apart": (1, 0, 0, 1), "all": (1, 1, 1, 1)}.items():
+        for direction, blocks in (("forward", np.tile(row, (4, 1))), ("backward", np.tile(row, (4, 1)).T)):
+            call = problem.describe(arrays["q"], arrays["k"], arrays["v"], modifiers=[BlockMask(blocks == 1, 32)])
+            work.clear()
+            out, lse = forward(call, target[0])
+            backward(call, out, lse, arrays["dout"], None, target[0])
+            amounts[name, direction] = work[direction]
+    for direction in ("forward", "backward"):
+        beside, apart, full = (amounts[name, direction] for name in ("beside", "apart", "all"))
+        assert abs(apart - beside) < 0.02 * beside
+        assert full > 1.3 * beside
+
+
+@targets
+def test_other_variants_are_compiled_without_it(target: tuple[int, str]) -> None:
+    """Without a modifier that knows tiles, no glance is in the text that the generator writes."""
+    for options in ({}, {"mask": "hqk", "causal": True}):
+        call, *_ = Case("plain", target[1], **options).call()
+        variants: list[Variant] = []
+        forward(call, target[0], text=lambda variant, v=variants: (v.append(variant), source.build(variant))[1])
+        for variant, word in product(variants, ("kHidesTiles = false", "kClearsTiles = false")):
+            assert word in source.build(variant)
+    assert range(6) == kernels.SEEDS
