@@ -71,8 +71,8 @@ def attention(
     out
         Array to write the result into: its shape, dtype and kind, any strides, no memory shared with an input.
     backend
-        None chooses; "numpy" (host), "simt" or "mma" (CUDA) insists.  "wgmma" (compute capability 9.0, the forward alone,
-        rows at multiples of 16 bytes) is never chosen: it has to be asked for.
+        None chooses; "numpy" (host), "simt" or "mma" (CUDA) insists.  "wgmma" (CUDA, compute capability
+        9.0, rows at multiples of 16 bytes) is never chosen: it has to be asked for.
 
     Returns
     -------

@@ -418,7 +418,7 @@ def spelled(words: str, text: str) -> str:
 @pytest.mark.parametrize("bug", MUTANTS, ids=str)
 def test_mutant_is_noticed(bug, force):
     force(bug.tile)
-    trial, kernel = Trial(CASES[bug.case], bug.turns), bug.mutant.kernel
+    trial, kernel = Trial({**CASES, **HOPPER_CASES}[bug.case], bug.turns), bug.mutant.kernel
     variant = trial.variant(kernel)  # and the control: the kernel without the bug passes
 
     def run(text, seed):
