@@ -270,7 +270,7 @@ MUTANTS += [
            "{0, block * Config::kBlockK, from.head_k, from.batch}", "{0, block * Config::kBlockK, from.head, from.batch}", count=2),
     hopper("the producer keeps its registers", "setmaxnreg_dec<Config::kProducerRegisters>();", ""),
     # ---- tiles
-    hopper("a tile is passed over", "index += gridDim.x;", "index += gridDim.x + 1;"),
+    hopper("a tile is passed over", ": index) + int(gridDim.x);", ": index) + int(gridDim.x) + 1;"),
     hopper("the last block of keys is forgotten",
            "tiles_of(seen.end, Config::kBlockK)", "seen.end / Config::kBlockK"),
     hopper("the first block of keys is forgotten",
