@@ -108,6 +108,13 @@ def test_heads_that_fit_no_tile():
     assert "no tile" in refused(call_of((2, 4, 33, 256)), replace(HOPPER, shared_limit=64 * 1024))
 
 
+def test_more_tiles_than_are_counted():
+    """The grid stays small however many tiles there are, so that its limit is none on them."""
+    fits, more = ((2**n, 2, 1, 16) for n in (29, 30))
+    assert chosen(call_of(fits, seq_k=1), requested="wgmma")[0] == "wgmma"
+    assert "2147483648 tiles are more than the 1073741824" in refused(call_of(more, seq_k=1))
+
+
 @pytest.mark.parametrize("empty", [{"shape_q": (0, 4, 33, 64)}, {"shape_q": (2, 4, 0, 64)}, {"seq_k": 0}], ids=str)
 def test_empty_arrays(empty):
     assert refused(call_of(**empty)) == "an array is empty, which no tensor map describes"

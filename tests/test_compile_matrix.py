@@ -101,7 +101,7 @@ def entries() -> Iterator[Entry]:
         yield hopper("bfloat16", sizes, option)
     for sizes, option in product(((64, 64), (128, 128), (192, 128), (192, 192), (256, 256)), ("ranges", "alibi")):
         yield hopper("bfloat16", sizes, option)
-    for sizes in ((64, 64), (256, 256)):
+    for sizes in ((64, 64), (128, 128), (192, 192), (256, 256)):
         yield hopper("bfloat16", sizes, "everything")
     for sizes, option in product(((64, 64), (16, 16)), ("plain", "causal", "ranges")):
         yield hopper("bfloat16", sizes, option, seq_q=LONG)

@@ -21,6 +21,7 @@ STEP = 16  # depth of one wgmma
 GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
 CACHED_BYTES = 32 << 20  # keys and values that should stay in the second-level cache
+MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
 SCORED = 8  # weight of what looks at single scores
 FULL_SECTION = 16  # heads at once without a causal mask: more pay only for balance
 
@@ -180,7 +181,9 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
     if for_backward and others and others != changed and widest > 96:
         return f"its backward has no room for the slopes of softcap beside {', '.join(others)} at head size {widest}"
     try:
-        (backward if for_backward else forward)(problem, device.shared_limit, True)
+        count = (backward if for_backward else forward)(problem, device.shared_limit, True).blocks(problem)
+        if count > MAX_TILES:
+            return f"{count} tiles are more than the {MAX_TILES} that its blocks count; split the batch"
         for name in at:
             if name in tensormap.ARRAYS:
                 tensormap.describe(name, problem, at[name], 1)

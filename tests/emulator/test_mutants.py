@@ -270,7 +270,7 @@ MUTANTS += [
            "{0, block * Config::kBlockK, from.head_k, from.batch}", "{0, block * Config::kBlockK, from.head, from.batch}", count=2),
     hopper("the producer keeps its registers", "setmaxnreg_dec<Config::kProducerRegisters>();", ""),
     # ---- tiles
-    hopper("a tile is passed over", "index += gridDim.x;", "index += gridDim.x + 1;"),
+    hopper("a tile is passed over", ": index) + int(gridDim.x);", ": index) + int(gridDim.x) + 1;"),
     hopper("the last block of keys is forgotten",
            "tiles_of(seen.end, Config::kBlockK)", "seen.end / Config::kBlockK"),
     hopper("the first block of keys is forgotten",
@@ -418,7 +418,7 @@ def spelled(words: str, text: str) -> str:
 @pytest.mark.parametrize("bug", MUTANTS, ids=str)
 def test_mutant_is_noticed(bug, force):
     force(bug.tile)
-    trial, kernel = Trial(CASES[bug.case], bug.turns), bug.mutant.kernel
+    trial, kernel = Trial({**CASES, **HOPPER_CASES}[bug.case], bug.turns), bug.mutant.kernel
     variant = trial.variant(kernel)  # and the control: the kernel without the bug passes
 
     def run(text, seed):

@@ -150,8 +150,20 @@ CORE = ("causal", "bias", "everything")
 WHOLE_ROWS = {"everything": {"head_dim_v": 24}}
 
 
+def names_of_options(sparse: bool) -> list[str]:
+    """Names of the options that hide by documents or blocks, or of all others."""
+    return [name for name, options in OPTIONS.items() if sparse == bool({"documents", "blocks"} & options.keys())]
+
+
+@pytest.mark.parametrize("name", names_of_options(sparse=True))
+def test_what_hides_whole_tiles_is_refused(tile, name):
+    call, _, _ = Case(name, "bfloat16", **{**OPTIONS[name], **WHOLE_ROWS.get(name, {})}).call()
+    with pytest.raises(UnsupportedError, match=r"it does not pass over the tiles that (documents|blocks)"):
+        forward(call)
+
+
 def option_parameters() -> Iterable:
-    for name, dtype in product(OPTIONS, DTYPES):
+    for name, dtype in product(names_of_options(sparse=False), DTYPES):
         if dtype == "bfloat16" or name in CORE:
             yield pytest.param(name, dtype, id=f"{name}-{dtype}")
 
@@ -381,8 +393,11 @@ def test_output_in_the_place_of_queries(tile, head_dim, head_dim_v):
     check(replace(case, causal=True))
 
 
-def test_output_too_wide_for_the_place_of_queries_is_refused(tile):
+def test_output_too_wide_for_the_place_of_queries(tile):
+    """It gets a place of its own, beside a single tile of queries, or is refused where there is none."""
     tile(TILES["one tile of queries"])
+    check(Case("dims", "float16", seq_q=270, seq_k=70, head_dim=64, head_dim_v=72, causal=True))
+    tile(TILES["one tile of queries"]._replace(max_head_dim=64))
     call, _, _ = Case("dims", "float16", head_dim=64, head_dim_v=72).call()
     with pytest.raises(UnsupportedError, match=r"head_dim 64 with head_dim_v 72.*backend='mma'"):
         forward(call)

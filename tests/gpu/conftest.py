@@ -77,6 +77,12 @@ def kind(request: pytest.FixtureRequest, device: Device) -> Kind:
         found = int(device.xp.cuda.Device().compute_capability)
         if found < needed or found > row.last_capability:
             pytest.skip(f"{chosen} needs compute capability {needed / 10}, the device has {found / 10}")
+        if chosen.backend == "wgmma":
+            from cuflash import jit
+            from cuflash.schedules.wgmma import MIN_COMPILER
+
+            if jit.compiler() < MIN_COMPILER:
+                pytest.skip(f"{chosen} needs NVRTC {MIN_COMPILER}, found {jit.compiler()}")
     return chosen
 
 
