@@ -157,8 +157,8 @@ INPUT_CASES = [
     case("window str", "window left='1'", "integer", "None", window="12"),
     case("layout", "layout='sbhd'", "'bhsd'", "'bshd'", layout="sbhd"),
     case("layout None", "layout=None", "'bhsd'", "'bshd'", layout=None),
-    case("backend unknown", "backend='cudnn'", "numpy, mma, simt", backend="cudnn"),
-    case("backend no word", "backend=1", "numpy, mma, simt", backend=1),
+    case("backend unknown", "backend='cudnn'", "numpy, wgmma, mma, simt", backend="cudnn"),
+    case("backend no word", "backend=1", "numpy, wgmma, mma, simt", backend=1),
     # ---- modifiers ---------------------------------------------------------------------------------------------------
     case("one modifier", "modifiers=ALiBi(", "sequence", "(ALiBi(),)", modifiers=ALiBi([1, 2, 3, 4])),
     case("modifiers None", "modifiers=None", "sequence", "KeyLengths(lengths)", modifiers=None),
