@@ -41,6 +41,7 @@ class ForwardWgmmaTile(NamedTuple):
     query_stages: int
     continuous: bool
     takes_turns: bool = True
+    optimistic: bool = True
     max_seq_q: int = 1 << 31
     max_weight: int = 1 << 31  # schedules/wgmma.py, `weight`
 

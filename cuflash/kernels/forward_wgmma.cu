@@ -9,6 +9,7 @@
 // descending order, so that hidden ones come first; a tile's number travels with its queries, -1 after the last.
 // Source: FlashAttention-3 (arXiv:2407.08608), algorithms 1 and 2.
 #include "variant.cuh"  // generated: Config, Params, modifiers
+#include "hw/gemm_mma.cuh"
 #include "hw/gemm_wgmma.cuh"
 #include "attention/epilogue.cuh"
 
@@ -37,12 +38,20 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/wgmma.py disagrees");
 static_assert(Config::kSeparateOut || (Config::kQueryStages == 1 && OutTile::kPanels <= QueryTile::kPanels),
               "the output may only take the place of a single tile of queries that is as wide");
+static_assert(!Visibility::kHidesTiles && !Visibility::kClearsTiles,
+              "schedules/wgmma.py refuses them: Work knows intervals");
 static_assert(!Config::kContinuous || (Config::kSeparateOut && Config::kQueryStages > 1),
               "the next queries arrive before this output is stored");
 
 typedef MmaFragment<1, Config::kBlockK / 8> ScoreFragment;
 typedef MmaFragment<1, Config::kHeadDimV / 8> OutFragment;
 typedef OnlineSoftmax<ScoreFragment> Softmax;
+
+// Where scores are plain products the softmax guesses, and a warp whose guess is lost multiplies again, by mma.sync since the
+// other warps of its group do not.  Queries and keys are then handed back by each warp, otherwise once for a warpgroup.
+constexpr bool kGuesses = Config::kOptimistic && Score::kIdentity && !Visibility::kHasMask;
+constexpr int kReaderThreads = kGuesses ? 32 : kWarpgroupThreads,
+              kReaders = kGroups * kWarpgroupThreads / kReaderThreads;
 
 // A tile of queries.  Some heads at a time, so that their keys and values stay in the cache; among these the tiles that see
 // the most keys first, the last queries under a causal mask.
@@ -51,6 +60,7 @@ struct Work {
   Range queries;
   int batch;        // entry, all batch axes merged
   int first, last;  // blocks of keys
+  Range open;       // those that every query sees whole
 
   __device__ __forceinline__ Work(const Params& p, int tile) {
     const int heads = p.batch_size * p.heads_q, query_tiles = tiles_of(p.seq_q, Config::kBlockQ);
@@ -65,7 +75,10 @@ struct Work {
     const Range seen = keys_seen_by_any(p, place, queries);
     first = seen.begin / Config::kBlockK;
     last = max(first + 1, tiles_of(seen.end, Config::kBlockK));
+    const Range all = keys_seen_by_all(p, place, queries);
+    open = {tiles_of(all.begin, Config::kBlockK), all.end / Config::kBlockK};
   }
+  __device__ __forceinline__ bool is_open(int block) const { return block >= open.begin && block < open.end; }
 };
 
 __device__ __forceinline__ int tile_count(const Params& p) {
@@ -158,9 +171,11 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
 
 // One warpgroup.
 __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, int group) {
-  const int thread = int(threadIdx.x % kWarpgroupThreads), row = group * kWarpgroupRows + thread / 32 * 16;
-  const bool elected = thread == 0;
-  const ScoreFragment s_at(row, 0, threadIdx.x);
+  const int thread = int(threadIdx.x % kWarpgroupThreads);
+  const bool elected = thread == 0, hands_back = thread % kReaderThreads == 0;
+  // Worked out anew where it is rarely needed.
+  const auto warp_row = [&] { return group * kWarpgroupRows + recomputed(threadIdx.x) % kWarpgroupThreads / 32 * 16; };
+  const ScoreFragment s_at(group * kWarpgroupRows + thread / 32 * 16, 0, threadIdx.x);
   const Turns<kTurnBarrier, kGroups> turns{group};
   const u64 q_operand = operand(shared.q[0], group * kWarpgroupRows), k_operand = operand(shared.k[0]),
             v_operand = operand(shared.v[0]);
@@ -183,11 +198,10 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     wgmma_commit_group();
   };
   const auto release_queries = [&] {
-    if (elected) q_at.release(shared.queries);
+    if (Config::kSeparateOut ? hands_back : elected) q_at.release(shared.queries);
   };
   const auto release_keys = [&] {
-    if (elected) k_at.release(shared.keys);
-    k_at.advance();
+    if (hands_back) k_at.release(shared.keys);
   };
   const auto release_values = [&] {
     if (elected) v_at.release(shared.values);
@@ -207,29 +221,42 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
     }
   };
-  // Scores -> probabilities in place; tells whether the output must be rescaled by `alpha`.
-  const auto softmax_step = [&](Softmax& softmax, const Work& work, int block) {
-    const Corner corner{work.queries.begin, block * Config::kBlockK};
+  // Scores -> probabilities in place; tells whether the output must be rescaled by `alpha`.  Hands back the keys.
+  const auto softmax_step = [&](Softmax& softmax, const Work& work, int block, bool open, bool guesses) {
+    bool moved = false, found = false;
+    if (guesses) {
+      found = softmax.guess(s, alpha, moved, p, release_keys, [&] {
+        clear(s);
+        gemm_rows_rows<Config::kHeadDim, ScoreFragment, Element, 1>(s, shared.q[q_at.slot], warp_row(),
+                                                                    shared.k[k_at.slot], recomputed(0));
+        __syncwarp();  // all lanes have read
+      });
+    } else {
+      release_keys();
+    }
+    k_at.advance();
+    if (found) return moved;
     ScoreSlopes<ScoreFragment> slopes;
-    scores_of<false>(s, slopes, s_at, p, work.place, corner,
-                     tile_is_open(p, work.place, work.queries, {corner.k, corner.k + Config::kBlockK}));
+    scores_of<false>(s, slopes, s_at, p, work.place, {work.queries.begin, block * Config::kBlockK}, open);
     bool subtracted = false;
-    const bool moved = softmax.rebase(s, alpha, subtracted, p);
+    moved = softmax.rebase(s, alpha, subtracted, p);
     softmax.exponentiate(s, subtracted, p);
     return moved;
   };
-  bool storing = false;
+  const auto first_step = [&](Softmax& softmax, const Work& work) {
+    const int block = work.last - 1;
+    softmax_step(softmax, work, block, work.is_open(block), false);
+  };
   const auto store = [&](Softmax& softmax, int tile) {
     const Work done(p, tile);
     softmax.finish();
     OutTile& out = shared.out();
     if (Config::kSeparateOut) {
-      if (elected && storing) cp_async_bulk_wait_group_read<0>();
-      storing = true;
+      if (elected) cp_async_bulk_wait_group_read<0>();
       bar_sync(kGroupBarrier + group, kWarpgroupThreads);
     }
     const float inverse[] = {softmax.inverse(0), softmax.inverse(1)};
-    store_accumulator<Element, OutFragment::kSize>(out, row, [&](int i) {
+    store_accumulator<Element, OutFragment::kSize>(out, warp_row(), [&](int i) {
       const float factor = inverse[OutFragment::slot(i)];
       return factor == 0.f ? 0.f : o[i] * factor;  // by selection: an accumulator that no key entered may hold NaN
     });
@@ -242,7 +269,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       if (!Config::kSeparateOut) cp_async_bulk_wait_group_read<0>();
     }
     if (!Config::kSeparateOut) release_queries();
-    store_lse(softmax, s_at, p, done.place, done.queries);
+    store_lse(softmax, ScoreFragment(warp_row(), 0, recomputed(threadIdx.x)), p, done.place, done.queries);
   };
 
   if (Config::kTakesTurns) turns.open();
@@ -254,8 +281,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   issue_scores();
   wgmma_wait_group<0>();
   pin(s);
-  release_keys();
-  softmax_step(softmax, work, work.last - 1);
+  first_step(softmax, work);
   for (;;) {
     probabilities.pack<Element>(s);
     clear(o);
@@ -270,10 +296,12 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       wgmma_fence();
       issue_output();
       if (Config::kTakesTurns) turns.pass();
+      // Only the first block reaches beyond the last key.
+      const bool open = !Visibility::kNarrows || work.is_open(block);
+      const bool guesses = kGuesses && open && softmax.may_guess(p);
       wgmma_wait_group<1>();
       pin(s);
-      release_keys();
-      const bool moved = softmax_step(softmax, work, block);
+      const bool moved = softmax_step(softmax, work, block, open, guesses);
       wgmma_wait_group<0>();
       pin(o);
       pin(probabilities);
@@ -302,9 +330,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       wgmma_wait_group<1>();
       pin(s);
       if (tile >= 0) {
-        release_keys();
         work = Work(p, tile);
-        softmax_step(softmax, work, work.last - 1);
+        first_step(softmax, work);
       }
       wgmma_wait_group<0>();
       pin(o);
@@ -332,8 +359,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       issue_scores();
       wgmma_wait_group<0>();
       pin(s);
-      release_keys();
-      softmax_step(softmax, work, work.last - 1);
+      first_step(softmax, work);
     }
   }
   if (elected) cp_async_bulk_wait_group<0>();
@@ -343,8 +369,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
   if (threadIdx.x == 0) {
-    shared.queries.init(kGroups);
-    shared.keys.init(kGroups);
+    shared.queries.init(Config::kSeparateOut ? kReaders : kGroups);
+    shared.keys.init(kReaders);
     shared.values.init(kGroups);
     fence_mbarrier_init();
     prefetch_tensormap(&p.q_map);

@@ -55,6 +55,7 @@ class ForwardWgmma:
     separate_out: bool
     continuous: bool
     takes_turns: bool
+    optimistic: bool
     producer_registers: int
     consumer_registers: int
 
@@ -222,6 +223,7 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
             separate_out=tile.query_stages > 1 or wide_out,
             continuous=tile.continuous,
             takes_turns=tile.takes_turns,
+            optimistic=tile.optimistic,
             producer_registers=producer,
             consumer_registers=consumer,
         )

@@ -9,6 +9,7 @@ template <class Fragment> struct OnlineSoftmax {
   Real m[Fragment::kSlots];
   Real l[Fragment::kSlots];  // of this thread's columns only, until `finish`
   static constexpr int kSlack = 8;
+  static constexpr int kReach = 100;
   // (s - m) · scale is right for any scores; s · scale - m · scale takes one instruction less, which 16-bit kernels feel,
   // and is as good until the rounding of m · scale, the same for a whole row, is more than the division by l takes back.
   static constexpr bool kSubtracts = sizeof(Element) >= 4;
@@ -43,30 +44,73 @@ template <class Fragment> struct OnlineSoftmax {
   __device__ __forceinline__ bool rebase(Real (&s)[Fragment::kSize], Real (&alpha)[Fragment::kSlots], bool& subtracted,
                                          const Params& p) {
     Real largest[Fragment::kSlots];
-#pragma unroll
-    for (int slot = 0; slot < Fragment::kSlots; ++slot) largest[slot] = m[slot];
-#pragma unroll
-    for (int i = 0; i < Fragment::kSize; ++i) largest[Fragment::slot(i)] = max_of(largest[Fragment::slot(i)], s[i]);
+    find_largest(largest, s);
     bool rare = false;
 #pragma unroll
     for (int slot = 0; slot < Fragment::kSlots; ++slot) {
       largest[slot] = Fragment::row_max(largest[slot]);
-      rare |= ((largest[slot] - m[slot]) * p.softmax_scale > kSlack) | is_far(m[slot], p);
+      rare |= outgrown(largest, slot, kSlack, p) | is_far(m[slot], p);
     }
     if (!Fragment::any(rare)) return false;
+    move_to(largest, alpha, p);
 #pragma unroll
-    for (int slot = 0; slot < Fragment::kSlots; ++slot) {
-      alpha[slot] = largest[slot] == -infinity<Real>() ? Real(1) : exp2_of((m[slot] - largest[slot]) * p.softmax_scale);
-      m[slot] = largest[slot];
-      l[slot] *= alpha[slot];
+    for (int slot = 0; slot < Fragment::kSlots; ++slot)
       subtracted |= is_far(m[slot], p) & (m[slot] != -infinity<Real>());
-    }
     if (subtracted) {
 #pragma unroll
       for (int i = 0; i < Fragment::kSize; ++i)
         s[i] -= m[Fragment::slot(i)] == -infinity<Real>() ? Real(0) : m[Fragment::slot(i)];
     }
     return true;
+  }
+
+  // Whether `guess` may be tried: every row has seen something, and nothing far.
+  __device__ __forceinline__ bool may_guess(const Params& p) const {
+    bool far = false;
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) far |= is_far(m[slot], p);
+    return !Fragment::any(far);
+  }
+
+  // Both halves of a step at once, for a block of which every row sees every key: exponentials relative to the m of before
+  // start at once, and what the maximum takes, the exchange between lanes above all, is out of their way.  False when the
+  // guess was lost: then the state is that of before, `s` holds the scores again, and the two halves must follow.
+  //
+  // It is exact for any scores.  While no row outgrows its m by more than 2^kSlack, `rebase` would have left m alone as well,
+  // and the results are the same bit for bit.  Up to 2^kReach, probabilities and their sums are finite; they are brought to
+  // the new base before anything rounds them to a narrower type, and what vanished in the old base is nothing in the new one.
+  // Beyond, they may have overflowed: nothing of them is used, and `again` computes the scores anew.
+  //
+  // `settled` is called once, as soon as it is known that the scores will not be needed again.
+  template <class Settled, class Again>
+  __device__ __forceinline__ bool guess(Real (&s)[Fragment::kSize], Real (&alpha)[Fragment::kSlots], bool& moved,
+                                        const Params& p, Settled settled, Again again) {
+    const OnlineSoftmax before = *this;
+    Real largest[Fragment::kSlots];
+    find_largest(largest, s);
+    bool rare = false, beyond = false;
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) rare |= outgrown(largest, slot, kSlack, p);
+    rare = Fragment::any(rare);
+    if (!rare) settled();
+    exponentiate(s, false, p);
+    if (!rare) return true;
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+      largest[slot] = Fragment::row_max(largest[slot]);
+      beyond |= outgrown(largest, slot, kReach, p);
+    }
+    beyond = Fragment::any(beyond);
+    if (beyond) {
+      *this = before;
+      again();
+    } else {
+      move_to(largest, alpha, p);
+      rescale<Fragment>(s, alpha);
+      moved = true;
+    }
+    settled();
+    return !beyond;
   }
 
   // The second half: scores -> probabilities, and their sums.
@@ -86,7 +130,7 @@ template <class Fragment> struct OnlineSoftmax {
     for (int i = 0; i < Fragment::kSize; ++i) l[Fragment::slot(i)] += s[i];
   }
 
-  // The accumulator at the base that `rebase` moved to.
+  // An accumulator at the base that m moved to.
   template <class Accumulator, int kSize>
   static __device__ __forceinline__ void rescale(Real (&o)[kSize], const Real (&alpha)[Fragment::kSlots]) {
 #pragma unroll
@@ -103,6 +147,30 @@ template <class Fragment> struct OnlineSoftmax {
   __device__ __forceinline__ Real lse(int slot, const Params& p) const {
     return l[slot] == Real(0) ? -infinity<Real>()
                               : fma_of(m[slot], p.softmax_scale * Real(0.6931471805599453), log_of(l[slot]));
+  }
+
+ private:
+  // Of m and this thread's scores.
+  __device__ __forceinline__ void find_largest(Real (&largest)[Fragment::kSlots],
+                                               const Real (&s)[Fragment::kSize]) const {
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) largest[slot] = m[slot];
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i) largest[Fragment::slot(i)] = max_of(largest[Fragment::slot(i)], s[i]);
+  }
+  // Whether a row's probabilities relative to m pass 2^powers.
+  __device__ __forceinline__ bool outgrown(const Real (&largest)[Fragment::kSlots], int slot, int powers,
+                                           const Params& p) const {
+    return (largest[slot] - m[slot]) * p.softmax_scale > powers;
+  }
+  __device__ __forceinline__ void move_to(const Real (&largest)[Fragment::kSlots], Real (&alpha)[Fragment::kSlots],
+                                          const Params& p) {
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+      alpha[slot] = largest[slot] == -infinity<Real>() ? Real(1) : exp2_of((m[slot] - largest[slot]) * p.softmax_scale);
+      m[slot] = largest[slot];
+      l[slot] *= alpha[slot];
+    }
   }
 };
 

@@ -19,10 +19,12 @@ template <int kTileRows, int kColumns> struct PanelTile {
 
   __device__ __forceinline__ u32 address() const { return shared_address(data); }
   // Of the 16-byte chunk that holds a column, a multiple of 8.
-  __device__ __forceinline__ u32 chunk(int row, int column) const {
+  static __device__ __forceinline__ u32 offset(int row, int column) {
     const int panel = column / kPanelColumns, place = column % kPanelColumns / 8;
-    return address() + panel * kPanelBytes + row * kPanelRowBytes + ((place ^ (row & 7)) << 4);
+    return panel * kPanelBytes + row * kPanelRowBytes + ((place ^ (row & 7)) << 4);
   }
+  __device__ __forceinline__ void* at(int row, int column) { return data + offset(row, column); }
+  __device__ __forceinline__ u32 chunk(int row, int column) const { return address() + offset(row, column); }
 };
 
 // Loads a whole tile, whose bytes were announced on `barrier`; `at` is its corner in the array.
@@ -55,6 +57,7 @@ __device__ __forceinline__ void store_panels(Tile& from, int row, const TensorMa
 template <int kThreads, class Tile, class Rows>
 __device__ __forceinline__ void clear_rows_outside(Tile& tile, Rows valid, int thread) {
   constexpr int kChunks = int(Tile::kBytes) / 16 / Tile::kRows;
+#pragma unroll 1
   for (int index = thread; index < Tile::kRows * kChunks; index += kThreads) {
     const int row = index / kChunks;
     if (row >= valid.begin && row < valid.end) continue;
