@@ -237,7 +237,9 @@ def best_tensor_forward(
         # Scores weigh more than outputs: exponentials work on them.  Limits seen in builds without spills.
         pressure = row_blocks * (width + 3 * block_k // 2) + 16 * (row_blocks - 1)
         pressure += 0 if modifiers < MODIFIER else 6 if modifiers < 8 * MODIFIER else 20
-        pressure += (0 if modifiers < 16 * MODIFIER else 16) + (0 if aligned or modifiers < 12 * MODIFIER else 24)
+        pressure += (0 if modifiers < 12 * MODIFIER else 8 if modifiers < 16 * MODIFIER else 16) + (
+            0 if aligned or modifiers < 12 * MODIFIER else 24
+        )
         shared_bytes = config.shared_bytes(8)
         if pressure > 176 or shared_bytes > shared_limit or (config.block_q > max_q and warps * row_blocks > 1):
             continue

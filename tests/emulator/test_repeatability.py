@@ -22,9 +22,10 @@ from tests.emulator.kernels import SEEDS
 from tests.tolerance import Expectation
 
 TARGETS = ((75, "float16"), (80, "bfloat16"), (90, "bfloat16"), (75, "float32"), (80, "float32"), (90, "float64"))
-EVERY_OPTION = ((80, "bfloat16"), (80, "float32"))
+EVERY_OPTION = (80, "bfloat16")
 CORE = ("causal", "window", "bias", "lengths", "groups", "everything")
 RESIDENTS = 3
+PACES = (0, 2, 5)  # of seeds, for what is run over many calls
 
 BACKWARD = tuning.BackwardTile(block_q=32, block_k=32, warps=2, query_warps=1, stages=2, dout_stages=2, blocks_per_sm=1)
 TILES = {
@@ -96,13 +97,13 @@ def check_repeats(case: Case, arch: int, seeds=SEEDS, deterministic: bool = True
     [
         pytest.param(name, target, id=f"{name}-{target_id(target)}")
         for name, target in product(OPTIONS, TARGETS)
-        if target in EVERY_OPTION or name in CORE
+        if target == EVERY_OPTION or name in CORE
     ],
 )
 def test_options(tile, name, target):
     arch, dtype = target
     case = Case(name, dtype, **{"seq_q": 70, "seq_k": 83, **single_terms(OPTIONS[name])})
-    assert check_repeats(case, arch) == 1
+    assert check_repeats(case, arch, PACES) == 1
 
 
 @targets
@@ -119,7 +120,7 @@ def test_without_turns_the_order_shows(tile, target):
 def test_every_set_of_key_tiles(tile, dtype, group):
     """Which tiles of keys add to a tile of queries, and so the order of turns, changes with lengths and windows."""
     rng = np.random.default_rng(group)
-    for seed in range(30):
+    for seed in range(12):
         seq_q, seq_k = (int(n) for n in rng.integers(1, 150, 2))
         window = tuple(None if rng.random() < 0.2 else int(rng.integers(0, 100)) for _ in range(2))
         lengths = (int(rng.integers(0, seq_k + 1)), seq_k)
