@@ -84,18 +84,22 @@ def entries() -> Iterator[Entry]:
         yield Entry(arch, "bfloat16", *sizes, "everything")
     for arch, dtype in product((80, 86, 89, 100, 120), ("float32", "float64")):
         yield Entry(arch, dtype, 128, 128, "everything")
-    for (arch, dtype), sizes, option in product(
-        ((90, "bfloat16"), (80, "float16"), (75, "float16")), HEAD_SIZES, ("plain", "causal", "everything")
+    for (arch, dtype, option), sizes in product(
+        (
+            (90, "bfloat16", "causal"),
+            (90, "bfloat16", "everything"),
+            (80, "float16", "causal"),
+            (75, "float16", "plain"),
+        ),
+        HEAD_SIZES,
     ):
         yield Entry(arch, dtype, *sizes, option, deterministic=True)
-    for arch, dtype, size, option in product(
-        (75, 90), ("float32", "float64"), (40, 64, 128, 256), ("plain", "everything")
-    ):
-        yield Entry(arch, dtype, size, size, option, deterministic=True)
-    for option, size in product(("sparse-causal", "sparse-everything"), (64, 128)):
-        for arch, dtype in ((75, "float16"), (80, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64")):
-            yield Entry(arch, dtype, size, size, option)
-            yield Entry(arch, dtype, size, size, option, aligned=False)
+    for arch, dtype, size in product((75, 90), ("float32", "float64"), (64, 128)):
+        yield Entry(arch, dtype, size, size, "everything", deterministic=True)
+    for arch, dtype in ((75, "float16"), (80, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64")):
+        yield Entry(arch, dtype, 64, 64, "sparse-causal")
+        yield Entry(arch, dtype, 128, 128, "sparse-causal", aligned=False)
+        yield Entry(arch, dtype, 128, 128, "sparse-everything")
     # What takes the most registers of each tile; what many modifiers take is much the same for all head sizes.
     for sizes, option in product(HOPPER_SIZES, ("plain", "causal")):
         yield hopper("bfloat16", sizes, option)
@@ -107,6 +111,8 @@ def entries() -> Iterator[Entry]:
         yield hopper("bfloat16", sizes, option, seq_q=LONG)
     for sizes, seq_q in (((64, 64), LENGTH), ((64, 64), LONG), ((128, 128), LENGTH), ((256, 256), LENGTH)):
         yield hopper("float16", sizes, "causal", seq_q=seq_q)
+    for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        yield replace(hopper("bfloat16", sizes, "causal"), deterministic=True)
 
 
 def matrix() -> list:
