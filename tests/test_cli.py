@@ -215,6 +215,17 @@ def test_explain_describes_a_gpu_that_is_not_there(capsys, capability, dtype, ba
     assert "workspace of the backward: " in out
 
 
+def test_explain_counts_tiles_where_blocks_are_as_many_as_a_device_holds(capsys):
+    code, out, _ = run(capsys, "explain", "2,8,2,1000,1001,128", "--capability", "90", "--backend", "wgmma")
+    assert code == 0
+    forward, backward = (
+        next(x for x in out.splitlines() if f"cuflash_{d}_wgmma" in x) for d in ("forward", "backward")
+    )
+    assert f"{2 * 8 * -(-1000 // 128)} tiles" in forward
+    assert f"{2 * 2 * -(-1001 // 128)}" in backward
+    assert "tiles" not in backward
+
+
 def test_explain_says_why_no_backend_takes_a_call(capsys):
     code, _, err = run(capsys, "explain", "1,1,1,8,8,8", "--capability", "75", "--dtype", "bfloat16")
     assert code == 2

@@ -52,7 +52,7 @@ def described(shape: Shape, dtype: str, capability: int, backend: str | None, op
         (
             step.variant.entry,
             tile(step.config),
-            f"{step.blocks}",
+            blocks(step, call.problem),
             f"{step.config.threads}",
             text.size(step.config.shared_bytes(ITEMSIZE[step.variant.dtype])),
         )
@@ -67,6 +67,11 @@ def described(shape: Shape, dtype: str, capability: int, backend: str | None, op
             f"\nworkspace of the backward: {text.size(workspace)}",
         ]
     )
+
+
+def blocks(step: plan.Step, described: problem.Problem) -> str:
+    """Blocks of the grid, or the tiles that are given out to as many blocks as a device holds."""
+    return f"{step.config.blocks(described)} tiles" if getattr(step.config, "persistent", False) else f"{step.blocks}"
 
 
 def tile(config: Any) -> str:
