@@ -12,8 +12,6 @@
 // shared memory.
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2; taking turns: FlashAttention-3 (arXiv:2407.08608), section 3.1.
 #include "variant.cuh"  // generated: Config, Params, modifiers
-#include "hw/gemm_wgmma.cuh"
-#include "hw/reduce.cuh"
 #include "attention/epilogue.cuh"
 #include "backward_wgmma_inputs.cuh"
 
@@ -145,27 +143,13 @@ struct Consumer {
         s, slopes, s_at, p, place, corner,
         tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {corner.k, corner.k + Config::kBlockK}));
     const RowStatistics* statistics = shared.channels.statistics[cursor.slot];
-#pragma unroll
-    for (int j = 0; j < ScoreFragment::kSize; j += 4) {  // two rows of the same two columns
-      const Pair<RowStatistics> row = load_pair(statistics + s_at.column(j));
-      s[j] = probability(s[j], row.first.shift, p);
-      s[j + 1] = probability(s[j + 1], row.second.shift, p);
-      s[j + 2] = probability(s[j + 2], row.first.shift, p);
-      s[j + 3] = probability(s[j + 3], row.second.shift, p);
-    }
+    probabilities_of(s, s_at, statistics, p);
     probabilities.pack<Element>(s);
     if constexpr (!kHasOperandGradients) scale_by(s, slopes);
     if constexpr (Config::kLateDp) issue_dp(dp);
     wgmma_wait_group<0>();
     pin(dp);
-#pragma unroll
-    for (int j = 0; j < ScoreFragment::kSize; j += 4) {
-      const Pair<RowStatistics> row = load_pair(statistics + s_at.column(j));
-      s[j] = score_gradient(s[j], dp[j], row.first.delta);
-      s[j + 1] = score_gradient(s[j + 1], dp[j + 1], row.second.delta);
-      s[j + 2] = score_gradient(s[j + 2], dp[j + 2], row.first.delta);
-      s[j + 3] = score_gradient(s[j + 3], dp[j + 3], row.second.delta);
-    }
+    score_gradients_of(s, dp, s_at, statistics);
     if constexpr (kHasOperandGradients) {  // they are gradients of what comes behind the slopes
       for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
       scale_by(s, slopes);
@@ -174,16 +158,11 @@ struct Consumer {
     cursor.wait_empty(shared.gradients);
     store_operand(shared.ds[cursor.slot], warp_key(own_thread()), gradients);
     fence_proxy_async();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(cursor.full(shared.gradients));
+    arrive_by_warp(cursor.full(shared.gradients));
   }
 
   // ---- the walk ----
-  // A slot whose statistics were read by ordinary loads is given back by every warp.
-  __device__ __forceinline__ void release(Channel<Config::kStages>& channel, int slot) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&channel.empty[slot]));
-  }
+  // Slots are given back by every warp, since each has read the statistics by ordinary loads.
   __device__ __forceinline__ void start() {
     float s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
     issue_scores(s);
@@ -202,14 +181,14 @@ struct Consumer {
     wgmma_wait_group<1>();
     pin(dv);
     pin(probabilities);
-    release(shared.channels.douts, slot);
+    release_by_warp(shared.channels.douts, slot);
     cursor.advance();
     issue_scores(s);
     if constexpr (kSplitsRows) {  // registers: dS must be free before dP is there
       wgmma_wait_group<1>();
       pin(dk);
       pin(gradients);
-      release(shared.channels.queries, slot);
+      release_by_warp(shared.channels.queries, slot);
     }
     if (!Config::kLateDp) issue_dp(dp);
     turns.pass();
@@ -217,7 +196,7 @@ struct Consumer {
       wgmma_wait_group<Config::kLateDp ? 1 : 2>();
       pin(dk);
       pin(gradients);
-      release(shared.channels.queries, slot);
+      release_by_warp(shared.channels.queries, slot);
     }
     before = at.number();
     at.advance(p, here());
@@ -247,35 +226,17 @@ struct Consumer {
     finish();
   }
 
-  // ---- what stays: this warpgroup's rows take the place of its own keys and values ----
-  template <class Tile, int kSize> __device__ __forceinline__ void store(Tile& tile, float (&x)[kSize], float scale,
-                                                                         const TensorMap& map) const {
-    const Work done(p, block_number(shared.channels));
-    store_accumulator<Element, kSize>(tile, warp_key(threadIdx.x), [&](int i) { return x[i] * scale; });
-    fence_proxy_async();
-    bar_sync(kGroupBarrier + group, kWarpgroupThreads);
-    if (threadIdx.x % kWarpgroupThreads == 0) {
-      const int first = group * kWarpgroupRows;
-      store_panels(tile, first, map, {0, done.keys.begin + first, done.place.head_k, done.batch});
-      cp_async_bulk_commit_group();
-    }
+  // ---- what stays ----
+  template <class Tile, int kSize>
+  __device__ __forceinline__ void store(Tile& tile, const float (&x)[kSize], float scale, const TensorMap& map) const {
+    store_gradient(tile, group * kWarpgroupRows, x, scale, map, Work(p, block_number(shared.channels)),
+                   kGroupBarrier + group);
   }
 };
 
 __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, const Work& work, int group) {
   Consumer consumer(p, shared, work, group);
-  mbarrier_wait(shared_address(&shared.channels.keys.full[0]), 0);
-  if constexpr (Visibility::kNarrows) {  // keys that no query sees may be anything, and must not meet a gradient of 0
-    const Range alive = keys_seen_by_any(p, work.place, {0, p.seq_q});
-    if (work.keys.begin < alive.begin || work.keys.end > alive.end) {
-      const Range rows{alive.begin - work.keys.begin, alive.end - work.keys.begin};
-      const int thread = int(threadIdx.x) - kWarpgroupThreads;
-      clear_rows_outside<kGroups * kWarpgroupThreads>(shared.in.k, rows, thread);
-      clear_rows_outside<kGroups * kWarpgroupThreads>(shared.in.v, rows, thread);
-      fence_proxy_async();
-      bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
-    }
-  }
+  await_keys<kAllBarrier, kGroups * kWarpgroupThreads>(p, shared.in, shared.channels, work);
   if (work.steps > 0) consumer.walk();
   consumer.store(shared.in.v, consumer.dv, 1.f, p.dv_map);
   bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K

@@ -1,10 +1,11 @@
-// What both backward schedules on wgmma load, and the thread that loads it.
+// What both backward schedules on wgmma load, the thread that loads it, and what their consumers do alike.
 //
 // K and V of a block arrive once, queries with their statistics and dO through channels, in the order of the walk.
 #pragma once
 #include "attention/softmax.cuh"
 #include "attention/walk.cuh"
-#include "hw/copy_tma.cuh"
+#include "hw/gemm_wgmma.cuh"
+#include "hw/reduce.cuh"
 #include "hw/turns.cuh"
 
 typedef PanelTile<Config::kBlockK, Config::kDqWidth> KeyTile;
@@ -65,5 +66,64 @@ __device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, Inpu
     copy_panels(tiles.dout[cursor.slot], p.dout_map, dout_full, corner, CachePolicy::kEvictLast);
     step.advance(p, work);
     cursor.advance();
+  }
+}
+
+// ---- consumers ------------------------------------------------------------------------------------------------------
+// All of them, before the walk: waits for K and V.  Keys that no query sees may be anything, and must not meet a gradient of 0.
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void await_keys(const Params& p, InputTiles& tiles, InputChannels& channels,
+                                           const Work& work) {
+  mbarrier_wait(shared_address(&channels.keys.full[0]), 0);
+  if constexpr (Visibility::kNarrows) {
+    const Range alive = keys_seen_by_any(p, work.place, {0, p.seq_q});
+    if (work.keys.begin >= alive.begin && work.keys.end <= alive.end) return;
+    const Range rows{alive.begin - work.keys.begin, alive.end - work.keys.begin};
+    const int thread = int(threadIdx.x) - kWarpgroupThreads;
+    clear_rows_outside<kThreads>(tiles.k, rows, thread);
+    clear_rows_outside<kThreads>(tiles.v, rows, thread);
+    fence_proxy_async();
+    bar_sync(kBarrier, kThreads);
+  }
+}
+
+// In place: scores -> P, a row per key; elements 4j .. 4j + 3 are two rows of the same two columns.
+template <class Fragment>
+__device__ __forceinline__ void probabilities_of(float (&s)[Fragment::kSize], const Fragment& f,
+                                                 const RowStatistics* statistics, const Params& p) {
+#pragma unroll
+  for (int i = 0; i < Fragment::kSize; i += 4) {
+    const Pair<RowStatistics> row = load_pair(statistics + f.column(i));
+    s[i] = probability(s[i], row.first.shift, p);
+    s[i + 1] = probability(s[i + 1], row.second.shift, p);
+    s[i + 2] = probability(s[i + 2], row.first.shift, p);
+    s[i + 3] = probability(s[i + 3], row.second.shift, p);
+  }
+}
+// In place: P -> the gradients of the scores.
+template <class Fragment>
+__device__ __forceinline__ void score_gradients_of(float (&s)[Fragment::kSize], const float (&dp)[Fragment::kSize],
+                                                   const Fragment& f, const RowStatistics* statistics) {
+#pragma unroll
+  for (int i = 0; i < Fragment::kSize; i += 4) {
+    const Pair<RowStatistics> row = load_pair(statistics + f.column(i));
+    s[i] = score_gradient(s[i], dp[i], row.first.delta);
+    s[i + 1] = score_gradient(s[i + 1], dp[i + 1], row.second.delta);
+    s[i + 2] = score_gradient(s[i + 2], dp[i + 2], row.first.delta);
+    s[i + 3] = score_gradient(s[i + 3], dp[i + 3], row.second.delta);
+  }
+}
+
+// One warpgroup's dK or dV: through the place of its own rows of the keys or values, from `row` on, into the array.
+template <class Tile, int kSize>
+__device__ __forceinline__ void store_gradient(Tile& tile, int row, const float (&x)[kSize], float scale,
+                                               const TensorMap& map, const Work& work, int barrier) {
+  const u32 thread = threadIdx.x % kWarpgroupThreads;
+  store_accumulator<Element, kSize>(tile, row + int(thread / 32 * 16), [&](int i) { return x[i] * scale; });
+  fence_proxy_async();
+  bar_sync(barrier, kWarpgroupThreads);
+  if (thread == 0) {
+    store_panels(tile, row, map, {0, work.keys.begin + row, work.place.head_k, work.batch});
+    cp_async_bulk_commit_group();
   }
 }

@@ -10,8 +10,6 @@
 // Invariants: producer and consumers walk the same steps; keys that nobody sees are zeros in shared memory.
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2.
 #include "variant.cuh"  // generated: Config, Params, modifiers
-#include "hw/gemm_wgmma.cuh"
-#include "hw/reduce.cuh"
 #include "attention/epilogue.cuh"
 #include "backward_wgmma_inputs.cuh"
 
@@ -53,11 +51,6 @@ struct Consumer {
   __device__ __forceinline__ u32 thread() const { return threadIdx.x % kWarpgroupThreads; }
   __device__ __forceinline__ int warp_row() const { return int(thread() / 32 * 16); }
 
-  // A slot that every warp has read by ordinary loads, or that wgmma has, is given back by every warp.
-  template <class Slots> __device__ __forceinline__ void release(Slots& channel, int slot) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&channel.empty[slot]));
-  }
   // dQ of a step, this warpgroup's panels one after the other, each added to the sums as soon as it is there.
   __device__ __forceinline__ void add_panels(Cursor<2> of, int tile) const {
 #pragma unroll
@@ -83,18 +76,12 @@ struct Consumer {
           [&] { bar_sync(kGroupBarrier + group, kWarpgroupThreads); }, [&] { add_panels(of, tile); });
     else
       add_panels(of, tile);
-    release(shared.gradients, of.slot);
+    release_by_warp(shared.gradients, of.slot);
   }
   template <class Tile, int kSize>
-  __device__ __forceinline__ void store(Tile& tile, float (&x)[kSize], float scale, const TensorMap& map) const {
-    store_accumulator<Element, kSize>(tile, warp_row(), [&](int i) { return x[i] * scale; });
-    fence_proxy_async();
-    bar_sync(kGroupBarrier + group, kWarpgroupThreads);
-    if (thread() == 0) {
-      store_panels(tile, 0, map, {0, work.keys.begin, work.place.head_k, work.batch});
-      cp_async_bulk_commit_group();
-      cp_async_bulk_wait_group<0>();
-    }
+  __device__ __forceinline__ void store(Tile& tile, const float (&x)[kSize], float scale, const TensorMap& map) const {
+    store_gradient(tile, 0, x, scale, map, work, kGroupBarrier + group);
+    if (thread() == 0) cp_async_bulk_wait_group<0>();
   }
 };
 
@@ -122,23 +109,14 @@ struct ValueConsumer : Consumer {
     scores_of<true>(
         s, slopes, s_at, p, place, corner,
         tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {corner.k, corner.k + Config::kBlockK}));
-    const RowStatistics* statistics = shared.channels.statistics[cursor.slot];
-#pragma unroll
-    for (int j = 0; j < ScoreFragment::kSize; j += 4) {  // two rows of the same two columns
-      const Pair<RowStatistics> row = load_pair(statistics + s_at.column(j));
-      s[j] = probability(s[j], row.first.shift, p);
-      s[j + 1] = probability(s[j + 1], row.second.shift, p);
-      s[j + 2] = probability(s[j + 2], row.first.shift, p);
-      s[j + 3] = probability(s[j + 3], row.second.shift, p);
-    }
+    probabilities_of(s, s_at, shared.channels.statistics[cursor.slot], p);
     probabilities.pack<Element>(s);
     p_cursor.wait_empty(shared.probabilities);
 #pragma unroll
     for (int j = 0; j < ScoreFragment::kSize; j += 4)
       shared.p[j / 4][thread()] =
           make_float4(s[j] * slopes[j], s[j + 1] * slopes[j + 1], s[j + 2] * slopes[j + 2], s[j + 3] * slopes[j + 3]);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(p_cursor.full(shared.probabilities));
+    arrive_by_warp(p_cursor.full(shared.probabilities));
     p_cursor.advance();
   }
   __device__ __forceinline__ void walk() {
@@ -151,7 +129,7 @@ struct ValueConsumer : Consumer {
       wgmma_wait_group<0>();
       pin(s);
       form_probabilities(s, probabilities);
-      release(shared.channels.queries, cursor.slot);
+      release_by_warp(shared.channels.queries, cursor.slot);
       cursor.wait_full(shared.channels.douts);
       pin(probabilities);
       pin(dv);
@@ -170,7 +148,7 @@ struct ValueConsumer : Consumer {
       }
       pin(dv);
       pin(probabilities);
-      release(shared.channels.douts, now.slot);
+      release_by_warp(shared.channels.douts, now.slot);
       if (before >= 0) add_dq(now.previous(), before);
       before = tile;
     }
@@ -194,34 +172,33 @@ struct KeyConsumer : Consumer {
     wgmma_commit_group();
   }
   // dP -> dS, for dK and, through shared memory, for dQ.
-  __device__ __forceinline__ void form_gradients(Scores& dp, RegisterOperand<Config::kBlockQ / 16>& gradients) {
+  __device__ __forceinline__ void form_gradients(const Scores& dp, RegisterOperand<Config::kBlockQ / 16>& gradients) {
     const ScoreFragment s_at(warp_row(), 0, threadIdx.x);
     cursor.wait_full(shared.channels.queries);  // brings the statistics
-    const RowStatistics* statistics = shared.channels.statistics[cursor.slot];
     p_cursor.wait_full(shared.probabilities);
+    Scores s;
 #pragma unroll
     for (int j = 0; j < ScoreFragment::kSize; j += 4) {
-      const float4 probability = shared.p[j / 4][thread()];
-      const Pair<RowStatistics> row = load_pair(statistics + s_at.column(j));
-      dp[j] = score_gradient(probability.x, dp[j], row.first.delta);
-      dp[j + 1] = score_gradient(probability.y, dp[j + 1], row.second.delta);
-      dp[j + 2] = score_gradient(probability.z, dp[j + 2], row.first.delta);
-      dp[j + 3] = score_gradient(probability.w, dp[j + 3], row.second.delta);
+      const float4 part = shared.p[j / 4][thread()];
+      s[j] = part.x;
+      s[j + 1] = part.y;
+      s[j + 2] = part.z;
+      s[j + 3] = part.w;
     }
-    release(shared.probabilities, 0);
+    score_gradients_of(s, dp, s_at, shared.channels.statistics[cursor.slot]);
+    release_by_warp(shared.probabilities, 0);
     p_cursor.advance();
     if constexpr (kHasOperandGradients) {
       Place place = work.place;
       place.head = at.head;
       const Corner corner{at.tile * Config::kBlockQ, work.keys.begin};
-      for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(dp, s_at, view, p, place, corner); });
+      for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
     }
-    gradients.pack<Element>(dp);
+    gradients.pack<Element>(s);
     cursor.wait_empty(shared.gradients);
     store_operand(shared.ds[cursor.slot], warp_row(), gradients);
     fence_proxy_async();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(cursor.full(shared.gradients));
+    arrive_by_warp(cursor.full(shared.gradients));
   }
   __device__ __forceinline__ void walk() {
     Scores dp;
@@ -231,7 +208,7 @@ struct KeyConsumer : Consumer {
     for (int rest = work.steps; rest > 0; --rest) {
       wgmma_wait_group<0>();
       pin(dp);
-      release(shared.channels.douts, cursor.slot);
+      release_by_warp(shared.channels.douts, cursor.slot);
       form_gradients(dp, gradients);
       pin(gradients);
       pin(dk);
@@ -250,24 +227,14 @@ struct KeyConsumer : Consumer {
       }
       pin(dk);
       pin(gradients);
-      release(shared.channels.queries, now.slot);
+      release_by_warp(shared.channels.queries, now.slot);
       add_dq(now, tile);
     }
   }
 };
 
-__device__ __forceinline__ void clean_keys(const Params& p, SharedStorage& shared, const Work& work) {
-  mbarrier_wait(shared_address(&shared.channels.keys.full[0]), 0);
-  if constexpr (Visibility::kNarrows) {  // keys that no query sees may be anything, and must not meet a gradient of 0
-    const Range alive = keys_seen_by_any(p, work.place, {0, p.seq_q});
-    if (work.keys.begin >= alive.begin && work.keys.end <= alive.end) return;
-    const Range rows{alive.begin - work.keys.begin, alive.end - work.keys.begin};
-    const int thread = int(threadIdx.x) - kWarpgroupThreads;
-    clear_rows_outside<kGroups * kWarpgroupThreads>(shared.in.k, rows, thread);
-    clear_rows_outside<kGroups * kWarpgroupThreads>(shared.in.v, rows, thread);
-    fence_proxy_async();
-    bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
-  }
+__device__ __forceinline__ void await_keys(const Params& p, SharedStorage& shared, const Work& work) {
+  await_keys<kAllBarrier, kGroups * kWarpgroupThreads>(p, shared.in, shared.channels, work);
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(const __grid_constant__ Params p) {
@@ -288,14 +255,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     if (threadIdx.x == 0) produce(p, shared.in, shared.channels, work);
   } else if (group == 1) {
     setmaxnreg_inc<Config::kConsumerRegisters>();
-    clean_keys(p, shared, work);
+    await_keys(p, shared, work);
     ValueConsumer consumer(p, shared, work);
     if (work.steps > 0) consumer.walk();
     bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // nobody reads K or V any more
     consumer.store(shared.in.v, consumer.dv, 1.f, p.dv_map);
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();
-    clean_keys(p, shared, work);
+    await_keys(p, shared, work);
     KeyConsumer consumer(p, shared, work);
     if (work.steps > 0) consumer.walk();
     bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);

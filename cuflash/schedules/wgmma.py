@@ -133,13 +133,18 @@ class BackwardWgmma:
         queries = {"q": self.block_q, "dout": self.block_q}
         return {**queries, "k": self.block_k, "v": self.block_k, "dk": GROUP_ROWS, "dv": GROUP_ROWS}
 
+    @property
+    def exchanged_bytes(self) -> int:
+        """Shared memory in which consumers hand over more than dS."""
+        return 0
+
     def shared_bytes(self, itemsize: int) -> int:
         keys = panel_bytes(self.block_k, self.dq_width) + panel_bytes(self.block_k, self.head_dim_v)
         queries = panel_bytes(self.block_q, self.head_dim) + panel_bytes(self.block_q, self.head_dim_v)
         statistics = 2 * 4 * self.block_q
         gradients = 2 * panel_bytes(self.block_k, self.block_q)
         channels = 4 + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
-        return padded(keys + self.stages * (queries + statistics) + gradients + channels, 1024)
+        return padded(keys + self.stages * (queries + statistics) + gradients + self.exchanged_bytes + channels, 1024)
 
     def blocks(self, problem: Problem) -> int:
         return tiles(problem.seq_k, self.block_k) * problem.heads_k * problem.batch_size
@@ -156,13 +161,10 @@ class BackwardWgmmaSplit(BackwardWgmma):
         """Columns of its wgmma instructions."""
         return self.block_q, self.head_dim, self.head_dim_v, PANEL_COLUMNS
 
-    def shared_bytes(self, itemsize: int) -> int:
-        keys = panel_bytes(self.block_k, self.dq_width) + panel_bytes(self.block_k, self.head_dim_v)
-        queries = panel_bytes(self.block_q, self.head_dim) + panel_bytes(self.block_q, self.head_dim_v)
-        statistics = 2 * 4 * self.block_q
-        gradients = 2 * panel_bytes(self.block_k, self.block_q) + 4 * self.block_k * self.block_q
-        channels = 4 + 2 * channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
-        return padded(keys + self.stages * (queries + statistics) + gradients + channels, 1024)
+    @property
+    def exchanged_bytes(self) -> int:
+        """P in float32 on its way from one consumer to the other, and its channel."""
+        return 4 * self.block_k * self.block_q + channel_bytes(1)
 
 
 MIN_COMPILER = 1209  # older ones refuse a second -arch, which CuPy cannot be kept from giving

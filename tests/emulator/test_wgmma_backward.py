@@ -173,7 +173,7 @@ BUGS = [
     ("columns", "queries are given back while they are read", "wgmma_wait_group<Config::kLateDp ? 1 : 2>();", ""),
     ("columns", "dS is overwritten while it is read", "    cursor.wait_empty(shared.gradients);\n", ""),
     ("columns", "dS is read before it is written", "    of.wait_full(shared.gradients);\n", ""),
-    ("columns", "dS is not made visible to wgmma", "    fence_proxy_async();\n    __syncwarp();", "    __syncwarp();"),
+    ("columns", "dS is not made visible to wgmma", "    fence_proxy_async();\n    arrive_by_warp(cursor", "    arrive_by_warp(cursor"),
     ("columns", "K is overwritten while the other still reads it",
      "bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K", ""),
     ("columns", "the last dQ is forgotten", "    issue_dq(dq, cursor);\n    wgmma_wait_group<0>();\n    finish_dq(dq, cursor);\n", ""),
@@ -186,7 +186,7 @@ BUGS = [
     ("split", "P is read before it is written", "    p_cursor.wait_full(shared.probabilities);\n", ""),
     ("split", "dS is read before it is written", "    of.wait_full(shared.gradients);\n", ""),
     ("split", "a panel of dQ is forgotten", "pair < kDqPanels; pair += kGroups", "pair < kDqPanels - 1; pair += kGroups"),
-    ("split", "dO is never given back", "      release(shared.channels.douts, now.slot);\n", "", ),
+    ("split", "dO is never given back", "      release_by_warp(shared.channels.douts, now.slot);\n", "", ),
     ("split", "V is overwritten while the other still reads it",
      "bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // nobody reads K or V any more", ""),
 ]  # fmt: skip

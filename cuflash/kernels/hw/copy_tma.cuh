@@ -81,6 +81,15 @@ template <int kSlotCount> struct Channel {
   }
 };
 
+// One arrival for a whole warp, when all of its lanes are done.
+__device__ __forceinline__ void arrive_by_warp(u32 barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+template <class Slots> __device__ __forceinline__ void release_by_warp(Slots& channel, int slot) {
+  arrive_by_warp(shared_address(&channel.empty[slot]));
+}
+
 // One side's place in a channel.  A slot is filled for the first time without waiting.
 template <int kSlots> struct Cursor {
   int slot = 0;
