@@ -14,11 +14,11 @@ from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
 from cuflash.problem import describe
 from cuflash.schedules import mma, simt
-from cuflash.schedules.base import padded
-from cuflash.schedules.simt import BackwardSimt
 from tests.cases import OPTIONS, STRIDES, Case
 from tests.emulator import kernels
 from tests.emulator.kernels import SEEDS
+from tests.emulator.test_simt import BACKWARD as BACKWARD_SIMT
+from tests.emulator.test_simt import forced_backward
 from tests.tolerance import Expectation
 
 TARGETS = ((75, "float16"), (80, "bfloat16"), (90, "bfloat16"), (75, "float32"), (80, "float32"), (90, "float64"))
@@ -33,32 +33,18 @@ TILES = {
     "one stage": BACKWARD._replace(stages=1, dout_stages=1),
     "two columns of warps": BACKWARD._replace(warps=4, query_warps=2),
 }
-#: block_q, block_k, warps, then rows of warps and of lanes of scores, of keys, of queries
-TILES_SIMT = {"small": (16, 16, 2, 1, 4, 1, 4, 1, 4), "four warps": (16, 32, 4, 1, 4, 1, 2, 2, 2)}
 
 
 @pytest.fixture
 def tile(monkeypatch):
     """Sets the only tile that each backward may choose, small enough for many blocks."""
 
-    def force(backward="two stages", backward_simt="small"):
-        block_q, block_k, warps, *rows = TILES_SIMT[backward_simt]
-        unit = 2 * max(units(warps // 2, *rows[2:4]), units(warps, *rows[4:6]))
-
-        def forced(call, shared_limit, aligned):
-            widths = padded(call.head_dim, unit), padded(call.head_dim_v, unit)
-            return BackwardSimt(*widths, block_q, block_k, warps, *rows, 1, aligned)
-
+    def force(backward="two stages", backward_simt="one warp a half"):
         monkeypatch.setattr(tuning, "BACKWARD_MMA", (TILES[backward],))
-        monkeypatch.setattr(simt, "backward", forced)
+        monkeypatch.setattr(simt, "backward", forced_backward(BACKWARD_SIMT[backward_simt]))
 
     force()
     return force
-
-
-def units(warps: int, warp_rows: int, lane_rows: int) -> int:
-    """Columns of threads."""
-    return warps // warp_rows * (32 // lane_rows)
 
 
 def target_id(target: tuple[int, str]) -> str:
@@ -134,7 +120,7 @@ def test_every_set_of_key_tiles(tile, dtype, group):
 
 @pytest.mark.parametrize("name", TILES)
 def test_kinds_of_tiles(tile, name):
-    tile(name, "four warps")
+    tile(name, "flat")
     options = single_terms(OPTIONS["everything"])
     for dtype in ("float16", "float64"):
         case = Case("tiles", dtype, **{**options, "seq_q": 65, "seq_k": 97, "lengths": (97, 50), "head_dim": 24})

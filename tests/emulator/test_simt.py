@@ -6,6 +6,7 @@ devices run as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -46,8 +47,6 @@ def tile(monkeypatch):
 
     def force(forward="16 columns of lanes", backward="one warp a half"):
         block_k, warps, lane_rows, thread_rows = FORWARD[forward]
-        block_q, keys, warps_2, *rows = BACKWARD[backward]
-        unit = 2 * max(units(warps_2 // 2, *rows[2:4]), units(warps_2, *rows[4:6]))
 
         def forced_forward(call, shared_limit, aligned):
             if call.dtype == "float64" and shared_limit > simt.WITHOUT_TENSOR:
@@ -57,15 +56,23 @@ def tile(monkeypatch):
             width = padded(call.head_dim_v, 64 // lane_rows)
             return ForwardSimt(padded(call.head_dim, 8), width, block_k, warps, lane_rows, thread_rows, 1, aligned)
 
-        def forced_backward(call, shared_limit, aligned):
-            widths = padded(call.head_dim, unit), padded(call.head_dim_v, unit)
-            return BackwardSimt(*widths, block_q, keys, warps_2, *rows, 1, aligned)
-
         monkeypatch.setattr(simt, "forward", forced_forward)
-        monkeypatch.setattr(simt, "backward", forced_backward)
+        monkeypatch.setattr(simt, "backward", forced_backward(BACKWARD[backward]))
 
     force()
     return force
+
+
+def forced_backward(row: tuple[int, ...]) -> Callable[..., BackwardSimt]:
+    """What takes the place of `simt.backward` so that every call gets this tile: a row of `BACKWARD`."""
+    block_q, block_k, warps, *rows = row
+    unit = 2 * max(units(warps // 2, *rows[2:4]), units(warps, *rows[4:6]))
+
+    def forced(call, shared_limit, aligned):
+        widths = padded(call.head_dim, unit), padded(call.head_dim_v, unit)
+        return BackwardSimt(*widths, block_q, block_k, warps, *rows, 1, aligned)
+
+    return forced
 
 
 def units(warps: int, warp_rows: int, lane_rows: int) -> int:
