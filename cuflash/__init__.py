@@ -1,6 +1,14 @@
 """cuflash: exact FlashAttention, forward and backward, for NumPy-style arrays."""
 
-from cuflash.api import attention, attention_backward, attention_vjp, explain
+from cuflash.api import (
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+    attention_varlen_vjp,
+    attention_vjp,
+    explain,
+)
 from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
@@ -23,6 +31,9 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "attention_varlen_vjp",
     "attention_vjp",
     "attention_weights",
     "explain",

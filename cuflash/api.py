@@ -15,7 +15,18 @@ from cuflash.arrays import Home
 from cuflash.errors import ArgumentError, UnsupportedError
 from cuflash.explanation import Explanation
 from cuflash.modifiers import Modifier
-from cuflash.problem import MAX_SEQ, Call, canonical, check_array, check_layout, describe, dtype_name, in_layout
+from cuflash.problem import (
+    MAX_SEQ,
+    Call,
+    canonical,
+    check_array,
+    check_layout,
+    check_packed_shapes,
+    describe,
+    describe_packed,
+    dtype_name,
+    in_layout,
+)
 
 BACKENDS = ("numpy", *(row.name for row in backends.BACKENDS))
 
@@ -115,9 +126,7 @@ def attention(
     modifiers = keep(modifiers)
     home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
     if out is not None:
-        problem = call.problem
-        check_array("out", native["out"], in_layout(problem.out_shape, problem.layout), problem.dtype, "the result's")
-        arrays.check_out(native["out"], home, {"q": call.q, "k": call.k, "v": call.v, **call.operands})
+        check_result(home, call, native["out"])
     o, lse = run_forward(home, call, native.get("out"), return_lse, backend)
     if out is None:
         result = canonical(o, call.problem.layout)
@@ -196,15 +205,10 @@ def attention_backward(
     array([[[0.5],
             [0.5]]])
     """
-    if not (deterministic is None or isinstance(deterministic, (bool, np.bool_))):
-        raise ArgumentError(f"deterministic={deterministic!r}: must be True, False or None (the backend's default)")
+    check_deterministic(deterministic)
     given = {"dout": dout, "out": out, "lse": lse, **present(dlse=dlse, mask=mask, bias=bias)}
     home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
-    problem = call.problem
-    for name in ("dout", "out"):
-        check_array(name, native[name], in_layout(problem.out_shape, problem.layout), problem.dtype, "the output's")
-    for name in ("lse",) if dlse is None else ("lse", "dlse"):
-        check_array(name, native[name], problem.lse_shape, problem.accumulator, "(*batch, heads_q, seq_q)")
+    check_results(call, native, "(*batch, heads_q, seq_q)")
     gradients = run_backward(home, call, native, deterministic, backend)
     return give_gradients(gradients, home, call, native)
 
@@ -281,6 +285,245 @@ def attention_vjp(
     def vjp(dout: Any, dlse: Any = None) -> Any:
         """Gradients of the call for a gradient of its output, and of its lse if given."""
         return attention_backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options)
+
+    return (out, lse, vjp) if return_lse else (out, vjp)
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    return_lse: bool = False,
+    out: Any = None,
+    backend: str | None = None,
+) -> Any:
+    """Exact attention of many sequences packed one after the other, each of which sees itself alone.
+
+    Parameters
+    ----------
+    q
+        (total_q, heads_q, head_dim), float16, bfloat16, float32 or float64.
+    k
+        (total_k, heads_k, head_dim), dtype of q; heads_q is a multiple of heads_k.
+    v
+        (total_k, heads_k, head_dim_v), dtype of q.
+    cu_seqlens_q
+        int32, (segments + 1,): the queries of segment s are rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] - 1 of q.  The
+        first is 0, none is smaller than the one before, the last is at most total_q; rows from there on belong to no
+        segment.  A sequence, a NumPy array, or an array of the caller's kind.
+    cu_seqlens_k
+        The same for the keys, of the same length.
+    max_seqlen_q, max_seqlen_k
+        No segment has more queries, or keys.  With it, offsets that lie on a device are taken as they are; without it, they
+        are read and checked, for which the host waits.  Results do not depend on it.
+    scale, softcap, return_lse, backend
+        As for `attention`; the "wgmma" backend refuses packed sequences.
+    causal, window
+        As for `attention`, with the positions and the lengths of each segment.
+    modifiers
+        `ALiBi(slopes)`; the distance is counted within a segment.
+    out
+        Array to write the result into: its shape, dtype and kind, any strides, no memory shared with an input.
+
+    Returns
+    -------
+    out
+        (total_q, heads_q, head_dim_v), dtype of q; 0 in a row that sees no key or belongs to no segment.
+    lse
+        With `return_lse` only: (heads_q, total_q), natural logarithm, float32 (float64 for float64); -inf in such a row.
+
+    Raises
+    ------
+    ArgumentError, ShapeError
+        As for `attention`, and for offsets that do not begin at 0, decrease, or go beyond the arrays.  Nothing was written.
+        Offsets on a device that are not read cannot be refused: they lead to results without meaning, but to nothing
+        outside the arrays.
+    UnsupportedError
+        As for `attention`, and for other modifiers.
+
+    Notes
+    -----
+    A segment's results are the same bits whatever it is packed with.  On a device they are those of `attention` where the
+    tile is the same, which it is for 16-bit arrays of more than 64 queries; on the host always.  Segments may be empty, on
+    either side.  Algorithm: Dao, arXiv:2307.08691, section 3.1.1, for each segment.
+
+    A CUDA graph captures the call with device offsets and both maxima; replays follow the offsets that then stand there.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k = np.zeros((3, 1, 1)), np.zeros((3, 1, 1))
+    >>> v = np.array([1.0, 3.0, 9.0]).reshape(3, 1, 1)
+    >>> cuflash.attention_varlen(q, k, v, [0, 2, 3], [0, 2, 3]).ravel()
+    array([2., 2., 9.])
+    """
+    home, call, native = enter_packed(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        *(present(out=out), scale, causal, window, softcap, modifiers, backend),
+    )
+    if out is not None:
+        check_result(home, call, native["out"])
+    o, lse = run_forward(home, call, native.get("out"), return_lse, backend)
+    if out is None:
+        out = home.give(canonical(o, call.problem.layout))
+    else:
+        home.wait(o)
+    return (out, home.give(lse)) if return_lse else out
+
+
+def attention_varlen_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    out: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    deterministic: bool | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    backend: str | None = None,
+) -> Any:
+    """Gradients of `attention_varlen`, from its inputs and its two results, in memory linear in the totals.
+
+    Parameters
+    ----------
+    dout
+        Gradient of the loss with respect to `out`, its shape and dtype; any strides.
+    q, k, v, cu_seqlens_q, cu_seqlens_k
+        As in the forward call.
+    out, lse
+        What ``attention_varlen(..., return_lse=True)`` returned.
+    dlse
+        Gradient of the loss with respect to `lse`, its shape and dtype; None is 0.
+    deterministic
+        As for `attention_backward`.
+    max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, modifiers, backend
+        As in the forward call, and with the same values.
+
+    Returns
+    -------
+    Gradients
+        A named tuple (dq, dk, dv), each of the shape and dtype of its argument; 0 in rows that belong to no segment.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        As for `attention_varlen`, and for a dout, out, lse or dlse that does not belong to the call.
+
+    Notes
+    -----
+    The equations of `attention_backward` for each segment.  With deterministic=True, a segment's gradients are the same
+    bits whatever it is packed with.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.zeros((2, 1, 1)), np.zeros((3, 1, 1)), np.array([1.0, 3.0, 9.0]).reshape(3, 1, 1)
+    >>> offsets = [0, 1, 2], [0, 2, 3]
+    >>> out, lse = cuflash.attention_varlen(q, k, v, *offsets, return_lse=True)
+    >>> cuflash.attention_varlen_backward(np.ones_like(out), q, k, v, *offsets, out, lse).dv.ravel()
+    array([0.5, 0.5, 1. ])
+    """
+    check_deterministic(deterministic)
+    home, call, native = enter_packed(
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        *({"dout": dout, "out": out, "lse": lse, **present(dlse=dlse)}, scale, causal, window, softcap, modifiers, backend),
+    )
+    check_results(call, native, "(heads_q, total_q)")
+    gradients = run_backward(home, call, native, deterministic, backend)
+    return give_gradients(gradients, home, call, native)
+
+
+def attention_varlen_vjp(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Any:
+    """`attention_varlen` and a function that pulls a gradient of its result back to its inputs.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, modifiers, return_lse, backend
+        As for `attention_varlen`.
+    deterministic
+        As for `attention_backward`.
+
+    Returns
+    -------
+    out
+        As from `attention_varlen`.
+    lse
+        With `return_lse` only.
+    vjp
+        ``vjp(dout, dlse=None)`` returns the gradients as `attention_varlen_backward` does.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        As `attention_varlen` and `attention_varlen_backward` do.
+
+    Notes
+    -----
+    Besides its inputs, `vjp` keeps only `out` and lse, and it keeps no copies: write to none of them, nor to the offsets,
+    before its last use.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.zeros((2, 1, 1)), np.zeros((3, 1, 1)), np.array([1.0, 3.0, 9.0]).reshape(3, 1, 1)
+    >>> out, vjp = cuflash.attention_varlen_vjp(q, k, v, [0, 1, 2], [0, 2, 3])
+    >>> vjp(np.ones_like(out)).dv.ravel()
+    array([0.5, 0.5, 1. ])
+    """
+    options: dict[str, Any] = {
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "scale": scale,
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "modifiers": keep(modifiers),
+        "backend": backend,
+    }
+    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **options)
+
+    def vjp(dout: Any, dlse: Any = None) -> Any:
+        """Gradients of the call for a gradient of its output, and of its lse if given."""
+        return attention_varlen_backward(
+            *(dout, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse), dlse=dlse, deterministic=deterministic, **options
+        )
 
     return (out, lse, vjp) if return_lse else (out, vjp)
 
@@ -398,6 +641,64 @@ def enter(
         layout=layout,
     )
     return home, call, native
+
+
+def enter_packed(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    given: Mapping[str, Any],
+    scale: Any,
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    modifiers: Any,
+    backend: Any,
+) -> tuple[Home, Call, dict[str, Any]]:
+    """The same for a call of packed sequences."""
+    home, native = arrays.gather({"q": q, "k": k, "v": v, **given})
+    check_backend(backend, home)
+    check_packed_shapes(native["q"], native["k"], native["v"])
+    total_q, total_k = len(native["q"]), len(native["k"])
+    packed = arrays.native_packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, total_q, total_k, home)
+    call = describe_packed(
+        native["q"],
+        native["k"],
+        native["v"],
+        packed,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        modifiers=arrays.native_modifiers(modifiers, home, dtype_name(native["q"].dtype), total_k),
+    )
+    return home, call, native
+
+
+def check_deterministic(deterministic: Any) -> None:
+    if not (deterministic is None or isinstance(deterministic, (bool, np.bool_))):
+        raise ArgumentError(f"deterministic={deterministic!r}: must be True, False or None (the backend's default)")
+
+
+def check_result(home: Home, call: Call, out: Any) -> None:
+    """Raise unless the caller's `out` can take the result."""
+    problem = call.problem
+    check_array("out", out, in_layout(problem.out_shape, problem.layout), problem.dtype, "the result's")
+    arrays.check_out(out, home, {"q": call.q, "k": call.k, "v": call.v, **call.operands})
+
+
+def check_results(call: Call, native: Mapping[str, Any], lse_axes: str) -> None:
+    """Raise unless the results and their gradients belong to the call."""
+    problem = call.problem
+    for name in ("dout", "out"):
+        check_array(name, native[name], in_layout(problem.out_shape, problem.layout), problem.dtype, "the output's")
+    for name in ("lse", "dlse"):
+        if name in native:
+            check_array(name, native[name], problem.lse_shape, problem.accumulator, lse_axes)
 
 
 def check_backend(backend: Any, home: Home) -> None:

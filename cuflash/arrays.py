@@ -9,6 +9,7 @@ current one on the way in, and CuPy's before the consumer's on the way out
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.errors import ArgumentError, UnsupportedError
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Modifier
+from cuflash.errors import ArgumentError, ShapeError, UnsupportedError
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Modifier, Packed
+from cuflash.modifiers.base import device_of
 from cuflash.problem import DTYPES, OPERANDS, user_modifiers
 
 # DLDeviceType of dlpack.h
@@ -363,6 +365,68 @@ def native_blocks(modifier: BlockMask, home: Home) -> Any:
     if x.dtype != bool:
         raise ArgumentError(f"{name} has dtype {x.dtype}: must be bool (True = visible); convert it with astype")
     return placed(modifier, x, home) if isinstance(x, np.ndarray) else x
+
+
+def native_packed(
+    offsets_q: Any, offsets_k: Any, longest_q: Any, longest_k: Any, total_q: int, total_k: int, home: Home
+) -> Packed:
+    """The segments of packed sequences with native offsets, checked as far as the host knows their values."""
+    packed = Packed()
+    native_q = native_offsets("q", offsets_q, maximum("max_seqlen_q", longest_q), total_q, home, packed)
+    native_k = native_offsets("k", offsets_k, maximum("max_seqlen_k", longest_k), total_k, home, packed)
+    if native_q.shape != native_k.shape:
+        raise ShapeError(
+            f"cu_seqlens_q has shape {native_q.shape} and cu_seqlens_k {native_k.shape}: both must be (segments + 1,); a "
+            "segment without queries or without keys has two equal offsets"
+        )
+    return Packed(offsets_q=native_q, offsets_k=native_k, count=native_q.size - 1)
+
+
+def maximum(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(value, bool):
+        raise ArgumentError(f"{name}={value!r:.80}: must be an integer of at least 0, or None to have the offsets read")
+    return number
+
+
+def native_offsets(side: str, x: Any, longest: int | None, total: int, home: Home, packed: Packed) -> Any:
+    """Offsets of one side as int32 where the call's arrays are; those of a device are read where `longest` is None."""
+    name = f"cu_seqlens_{side}"
+    x = modifier_array(name, x, home)
+    if x.ndim != 1 or not x.size:
+        raise ShapeError(f"{name} has shape {x.shape}: must be (segments + 1,), the first of them 0")
+    on_host = isinstance(x, np.ndarray)
+    if x.dtype != np.int32 and not (on_host and x.dtype.kind in "iu"):
+        raise ArgumentError(f"{name} has dtype {x.dtype}: must be int32; convert it with astype")
+    if on_host or longest is None:
+        with device_of(x):
+            values = x if on_host else x.get()  # waits for the device
+        check_offsets(name, values, total, longest, side)
+    return placed(packed, x.astype(np.int32), home, side) if on_host else x
+
+
+def check_offsets(name: str, offsets: np.ndarray[Any, Any], total: int, longest: int | None, side: str) -> None:
+    values = offsets.astype(np.int64)
+    if values[0] != 0:
+        raise ArgumentError(f"{name} starts with {values[0]}: must start with 0, the first row of the first segment")
+    lengths = np.diff(values)
+    if (lengths < 0).any():
+        at = int(np.argmax(lengths < 0))
+        raise ArgumentError(
+            f"{name} falls from {values[at]} to {values[at + 1]} at index {at + 1}: must not decrease; pass cumulative "
+            "lengths, such as numpy.cumsum gives"
+        )
+    if values[-1] > total:
+        raise ArgumentError(f"{name} ends with {values[-1]}: must be at most {total}, the first axis of {side}")
+    if longest is not None and lengths.max(initial=0) > longest:
+        raise ArgumentError(
+            f"max_seqlen_{side}={longest}: the longest segment of {name} has {lengths.max()} rows; pass at least that, or None"
+        )
 
 
 def modifier_array(name: str, x: Any, home: Home) -> Any:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash import segments
 from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.modifiers import BlockMask, Modifier, Tile
 from cuflash.problem import Call, Problem
@@ -73,6 +74,15 @@ def forward(
     array([[[2.]]])
     """
     problem = call.problem
+    if problem.is_packed:
+        blocks_of = {"block_q": block_q, "block_k": block_k}
+        packed, lse = segments.forward(
+            call, call.q.dtype, problem.accumulator, lambda segment: forward(segment.call, **blocks_of)
+        )
+        if out is None:
+            return packed, lse
+        out[...] = packed
+        return out, lse
     inputs = (call.q, call.k, call.v, *call.operands.values())
     direct = out is not None and not any(np.may_share_memory(out, x) for x in inputs)
     result = out if out is not None and direct else np.empty(problem.out_shape, call.q.dtype)
@@ -156,6 +166,20 @@ def backward(
             [0.5]]])
     """
     problem = call.problem
+    if problem.is_packed:
+        return segments.backward(
+            call,
+            call.q.dtype,
+            lambda part: backward(
+                part.call,
+                out[..., part.rows, :],
+                lse[..., part.rows],
+                dout[..., part.rows, :],
+                None if dlse is None else dlse[..., part.rows],
+                block_q=block_q,
+                block_k=block_k,
+            ),
+        )
     names = differentiable_operands(problem.modifiers)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in (call.q, call.k, call.v))
     sums = {name: np.zeros(call.operands[name].shape, problem.accumulator) for name in names}

@@ -150,7 +150,7 @@ def plan_backward(
         main = replace(main, deterministic=True)
         delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks)
         counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
-    convert = backend.schedule.convert(main)
+    convert = backend.schedule.convert(problem, main)
     names = chain_names(problem)
     steps = checked(
         Step(Variant(delta.kernel, problem.dtype, names, delta), delta.blocks(problem)),

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from cuflash.errors import ArgumentError, ShapeError
+from cuflash.errors import ArgumentError, ShapeError, UnsupportedError
 from cuflash.modifiers import (
     ALiBi,
     Bias,
@@ -26,6 +26,7 @@ from cuflash.modifiers import (
     KeyLengths,
     Mask,
     Modifier,
+    Packed,
     Softcap,
     Window,
 )
@@ -76,9 +77,28 @@ class Problem:
         return self.heads_q // self.heads_k
 
     @property
+    def is_packed(self) -> bool:
+        """Whether seq_q and seq_k are those of many sequences, one after the other."""
+        return any(isinstance(m, Packed) for m in self.modifiers)
+
+    @property
+    def longest_q(self) -> int:
+        """The number of queries that tiles are chosen for.
+
+        Packed sequences have the tiles of long ones, whatever their lengths: so the bits of a sequence do not depend on
+        what it is packed with.
+        """
+        return MAX_SEQ if self.is_packed else self.seq_q
+
+    @property
+    def longest_k(self) -> int:
+        """The same for keys."""
+        return MAX_SEQ if self.is_packed else self.seq_k
+
+    @property
     def diagonal(self) -> int:
-        """Query i stands at key position i + diagonal, for causal, windows and distances."""
-        return self.seq_k - self.seq_q if self.alignment == "bottom_right" else 0
+        """Query i stands at key position i + diagonal, for causal, windows and distances; packed sequences add their own."""
+        return self.seq_k - self.seq_q if self.alignment == "bottom_right" and not self.is_packed else 0
 
     @property
     def accumulator(self) -> str:
@@ -149,6 +169,7 @@ def describe(
     softcap: float | None = None,
     modifiers: Iterable[Modifier] = (),
     layout: str = "bhsd",
+    packed: Packed | None = None,
 ) -> Call:
     """Validate one call's arguments; raises an `ArgumentError` that names the argument, its value and the remedy."""
     layout = check_layout(layout)
@@ -171,6 +192,9 @@ def describe(
     if mask is not None:
         chain.append(Mask(array=mask))
     chain.extend(user_modifiers(modifiers))
+    if packed is not None:
+        check_packable(chain)
+        chain.append(packed)
     chain.sort(key=lambda m: m.order)
     problem = Problem(
         dtype=dtype,
@@ -190,6 +214,36 @@ def describe(
     for m in chain:
         operands |= m.derived(operands)
     return Call(problem, q, k, v, operands)
+
+
+def describe_packed(q: Any, k: Any, v: Any, packed: Packed, **options: Any) -> Call:
+    """The same for sequences packed along the first axis of q, k and v; offsets are checked already (arrays.py)."""
+    check_packed_shapes(q, k, v)
+    return describe(q, k, v, layout="bshd", packed=packed, **options)
+
+
+def check_packed_shapes(q: Any, k: Any, v: Any) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 3:
+            raise ShapeError(
+                f"{name} has shape {x.shape}: packed sequences have the 3 axes (total, heads, head_dim); arrays with batch "
+                "axes are for attention"
+            )
+    if misfit := shape_misfit(*(canonical(x, "bshd").shape for x in (q, k, v))):
+        reason, remedy = misfit
+        raise ShapeError(
+            f"{reason}: q {q.shape}, k {k.shape}, v {v.shape} with axes (total, heads, head_dim), where seq is total; {remedy}"
+        )
+
+
+def check_packable(chain: Iterable[Modifier]) -> None:
+    """Raise where a modifier's array has no meaning yet beside packed sequences."""
+    for m in chain:
+        if isinstance(m, (Bias, Mask, KeyLengths, Documents, BlockMask)):
+            raise UnsupportedError(
+                f"{type(m).__name__} with packed sequences: no backend offers it; ALiBi, causal, window and softcap go with "
+                "them, and attention takes one sequence, or a batch of padded ones, with any modifier"
+            )
 
 
 def check_layout(layout: Any) -> Layout:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash import segments
 from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.modifiers import Tile
 from cuflash.problem import Call
@@ -57,6 +58,8 @@ def forward(call: Call) -> tuple[Array, Array]:
     >>> reference.forward(problem.describe(q, k, v))[0]
     array([[[2.]]])
     """
+    if call.problem.is_packed:
+        return segments.forward(call, np.float64, np.float64, lambda segment: forward(segment.call))
     with np.errstate(all="ignore"):  # infinities and NaN of the input are results here, not accidents
         dense = attend(call)
         return seen_product(dense.p, dense.seen, dense.v), dense.lse
@@ -89,6 +92,12 @@ def backward(call: Call, dout: Array, dlse: Array | None = None) -> Any:
             [0.5]]])
     """
     problem = call.problem
+    if problem.is_packed:
+        return segments.backward(
+            call,
+            np.float64,
+            lambda part: backward(part.call, dout[..., part.rows, :], None if dlse is None else dlse[..., part.rows]),
+        )
     with np.errstate(all="ignore"):
         dense = attend(call)
         q, k, v, p, seen = dense.q, dense.k, dense.v, dense.p, dense.seen

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 
 from cuflash import abi, instructions
-from cuflash.modifiers import REGISTRY, Modifier
+from cuflash.modifiers import REGISTRY, Modifier, Packed
 from cuflash.variant import ELEMENTS, Variant
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"[^\n]*$', re.MULTILINE)
@@ -67,6 +67,7 @@ def prologue(variant: Variant) -> str:
             "};",
             f"#define CUFLASH_ENTRY {variant.entry}",
             abi.c_struct(variant.direction, variant.modifiers, variant.maps),
+            f"constexpr bool kPacked = {str(Packed.name in variant.modifiers).lower()};",
             '#include "attention/index.cuh"',
             *(m.cuda.strip() for m in chain),
             _score([m for m in chain if m.kind == "score"]),
@@ -106,9 +107,9 @@ def _score(chain: list[type[Modifier]]) -> str:
 def _visibility(ranges: list[type[Modifier]], masks: list[type[Modifier]]) -> str:
     positional = [m.__name__ for m in ranges if "narrow_keys" in m.cuda]
     counting = [m.__name__ for m in ranges if "key_count" in m.cuda]
-    keys = "\n".join(f"    {n}::narrow_keys(p, q, keys);" for n in positional)
-    queries = "\n".join(f"    {n}::narrow_queries(p, k, queries);" for n in positional)
-    count = "".join(f"    return {n}::key_count(p, place);\n" for n in counting) or "    return p.seq_k;\n"
+    keys = "\n".join(f"    {n}::narrow_keys(p, place, q, keys);" for n in positional)
+    queries = "\n".join(f"    {n}::narrow_queries(p, place, k, queries);" for n in positional)
+    count = "".join(f"    return {n}::key_count(p, place);\n" for n in counting) or "    return place.seq_k(p);\n"
     visible = " && ".join(f"{m.__name__}::visible(p, place, q, k)" for m in masks) or "true"
     hiding = [m.__name__ for m in masks if m.knows_tiles()]
     clearing = [m.__name__ for m in masks if all(m.knows_tiles() for m in masks)]
@@ -122,10 +123,10 @@ def _visibility(ranges: list[type[Modifier]], masks: list[type[Modifier]]) -> st
   static constexpr bool kClearsTiles = {str(bool(clearing)).lower()};
   {_QUALIFIERS} int key_count(const Params& p, const Place& place) {{
 {count}  }}
-  {_QUALIFIERS} void narrow_keys(const Params& p, int q, Range& keys) {{
+  {_QUALIFIERS} void narrow_keys(const Params& p, const Place& place, int q, Range& keys) {{
 {keys}
   }}
-  {_QUALIFIERS} void narrow_queries(const Params& p, int k, Range& queries) {{
+  {_QUALIFIERS} void narrow_queries(const Params& p, const Place& place, int k, Range& queries) {{
 {queries}
   }}
   {_QUALIFIERS} bool visible(const Params& p, const Place& place, int q, int k) {{ return {visible}; }}

@@ -7,12 +7,15 @@ static_assert(Config::kSharedBytes == 0, "schedules/rows.py disagrees");
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(const __grid_constant__ Params p) {
   const i64 line = i64(blockIdx.x) * Config::kRows + threadIdx.x / Config::kLanes;
-  if (line >= i64(p.batch_size) * p.heads_q * p.seq_q) return;
-  const int row = int(line % p.seq_q), index = int(line / p.seq_q);
+  const int rows = kPacked ? p.rows_padded : p.seq_q;
+  if (line >= i64(p.batch_size) * p.heads_q * rows) return;
+  const int padded_row = int(line % rows), index = int(line / rows);
   Place place;
   place.set_head(p, index % p.heads_q);
   place.set_batch(p, index / p.heads_q);
-  const Real* sums = static_cast<const Real*>(p.dq_sum) + (i64(index) * p.rows_padded + row) * p.dq_width;
+  const int row = place.enter_row<Config::kBlockQ>(p, padded_row);
+  if (kPacked && row >= place.seq_q(p)) return;
+  const Real* sums = static_cast<const Real*>(p.dq_sum) + (i64(index) * p.rows_padded + padded_row) * p.dq_width;
   const Matrix<Element> dq = matrix<Element>(p.dq, place.offset(p.dq));
   for (int c = threadIdx.x % Config::kLanes; c < p.head_dim; c += Config::kLanes)
     *dq.at(row, c) = Rounded<Element>::of(sums[c] * p.scale);

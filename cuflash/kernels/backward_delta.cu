@@ -33,14 +33,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
   const int lane = threadIdx.x % Config::kLanes;
   const i64 lines = i64(p.batch_size) * p.heads_q * p.rows_padded;
   const bool exists = line < lines;
-  const int row = int(line % p.rows_padded);
+  const int padded_row = int(line % p.rows_padded);
   const int index = int(line / p.rows_padded);
   Place place;
   place.set_head(p, index % p.heads_q);
   place.set_batch(p, exists ? index / p.heads_q : 0);
+  const int row = place.enter_row<Config::kBlockQ>(p, padded_row);
 
   Real delta = 0;
-  if (exists && row < p.seq_q) {
+  if (exists && row < place.seq_q(p)) {
     const Matrix<const Element> out = matrix<const Element>(p.out, place.offset(p.out));
     const Matrix<const Element> dout = matrix<const Element>(p.dout, place.offset(p.dout));
     for (int c = lane * kChunk; c < p.head_dim_v; c += Config::kLanes * kChunk)
@@ -50,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
   if (!exists) return;
   if (lane == 0) {
     RowStatistics statistics = no_row_statistics();
-    if (row < p.seq_q) {
+    if (row < place.seq_q(p)) {
       if (p.dlse.data) delta -= static_cast<const Real*>(p.dlse.data)[place.offset(p.dlse) + row * p.dlse.row];
       statistics = row_statistics(static_cast<const Real*>(p.lse.data)[place.offset(p.lse) + row * p.lse.row], delta);
     }

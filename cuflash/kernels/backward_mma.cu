@@ -56,41 +56,45 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   auto &ds_tile = shared.scores[0], &p_tile = shared.scores[kSharesRows];
 
   // Longest first: under a causal mask the first keys are seen by the most queries.
-  const int key_tiles = tiles_of(p.seq_k, Config::kBlockK);
+  const int key_tiles = Place::key_tiles<Config::kBlockK>(p);
   const int chunks = kChunked ? max(tiles_of(p.head_dim, Config::kChunk), tiles_of(p.head_dim_v, Config::kChunkV)) : 1;
   int index = blockIdx.x;
   if constexpr (Config::kDeterministic) index = int(start_number(static_cast<u32*>(p.turns), shared_memory));
-  const int tile = index % key_tiles;
+  const int number = index % key_tiles;
   index /= key_tiles;
   const int chunk = index % chunks;
   index /= chunks;
   Place place;
   place.head_k = index % p.heads_k;
   place.set_batch(p, index / p.heads_k);
+  const int tile = place.enter_keys<Config::kBlockK>(p, number);
   place.key_count = Visibility::key_count(p, place);
   const int first_head = place.head_k * p.group, batch_index = index / p.heads_k;
 
-  const Range keys{tile * Config::kBlockK, min(p.seq_k, (tile + 1) * Config::kBlockK)};
+  const Range keys{tile * Config::kBlockK, min(place.seq_k(p), (tile + 1) * Config::kBlockK)};
+  if (kPacked && is_empty(keys)) return;
   const Range queries = queries_seeing_any(p, place, keys);
   const Range walk = tiles_over<Config::kBlockQ>(queries);
   const int first = walk.begin, last = walk.end;
   int steps = last > first ? (last - first) * p.group : 0;  // without the hidden ones that were passed over
+  if (Config::kDeterministic && !place.has_all_tiles<Config::kBlockQ, Config::kBlockK>(p)) steps = 0;
   const int column = chunk * Config::kChunk, column_v = chunk * Config::kChunkV;
   const int head_dim = Config::kExact ? Config::kHeadDim : p.head_dim;  // known to the compiler where nothing is padded
   const int head_dim_v = Config::kExact ? Config::kHeadDimV : p.head_dim_v;
   const int query_tiles = tiles_of(p.rows_padded, Config::kBlockQ);
 
-  const Range rows{0, p.seq_q};
+  const Range rows{0, place.seq_q(p)};
   const auto load_queries = [&](int head, int query_tile, int stage) {
     const int row = query_tile * Config::kBlockQ;
-    const auto q = matrix<const Element>(p.q, place.batch_offset(p.q) + head * p.q.head);
+    const auto q = matrix<const Element>(p.q, place.offset(p.q, head));
     copy_tile<Config::kThreads, Config::kAligned>(shared.q[stage], q, row, rows, head_dim);
-    const i64 line = (i64(batch_index) * p.heads_q + head) * p.rows_padded + row;
+    const i64 line =
+        (i64(batch_index) * p.heads_q + head) * p.rows_padded + place.padded_row<Config::kBlockQ>() + row;
     copy_line<Config::kThreads>(shared.statistics[stage], static_cast<const RowStatistics*>(p.statistics) + line);
     cp_async_commit_group();
   };
   const auto load_dout = [&](int head, int query_tile, int stage) {
-    const auto dout = matrix<const Element>(p.dout, place.batch_offset(p.dout) + head * p.dout.head);
+    const auto dout = matrix<const Element>(p.dout, place.offset(p.dout, head));
     copy_tile<Config::kThreads, Config::kAligned>(shared.dout[stage], dout, query_tile * Config::kBlockQ, rows,
                                                   head_dim_v);
     cp_async_commit_group();
@@ -112,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   if constexpr (kPassesOver)
     skip_hidden_queries<Config::kBlockQ>(p, place, keys, {first, last}, start_head, start_tile, steps);
   if (steps > 0) {
-    const Range seen = keys_seen_by_any(p, place, {0, p.seq_q});
+    const Range seen = keys_seen_by_any(p, place, {0, place.seq_q(p)});
     copy_tile<Config::kThreads, Config::kAligned>(shared.k, matrix<const Element>(p.k, place.key_offset(p.k)),
                                                   keys.begin, seen, head_dim);
     copy_tile<Config::kThreads, Config::kAligned>(shared.v, matrix<const Element>(p.v, place.key_offset(p.v)),
@@ -199,7 +203,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       float dq[QueryFragment::kSize];
       clear(dq);
       gemm_columns_columns<Config::kBlockK, QueryFragment, Element>(dq, ds_tile, dq_row, shared.k, column + dq_column);
-      const i64 tile_index = (i64(batch_index) * p.heads_q + place.head) * query_tiles + query_tile;
+      const i64 tile_index = (i64(batch_index) * p.heads_q + place.head) * query_tiles +
+                             place.padded_row<Config::kBlockQ>() / Config::kBlockQ + query_tile;
       const int dq_chunks = Config::kHeadDim / Config::kChunk;
       const i64 sum = tile_index * dq_chunks + (kChunked ? chunk : 0);
       const auto add = [&] { DqTile::add(static_cast<float*>(p.dq_sum) + sum * DqTile::kSize, dq); };

@@ -68,21 +68,24 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const bool has_scores = int(threadIdx.x) < Config::kThreads / 2;  // this half: S, P, dS, dK; the other: dP, dV
 
   // Longest first: under a causal mask the first keys are seen by the most queries.
-  const int key_tiles = tiles_of(p.seq_k, Config::kBlockK);
+  const int key_tiles = Place::key_tiles<Config::kBlockK>(p);
   u32 number = blockIdx.x;
   if constexpr (Config::kDeterministic) number = start_number(static_cast<u32*>(p.turns), shared_memory);
-  const int tile = int(number % key_tiles), index = int(number / key_tiles), batch_index = index / p.heads_k;
+  const int index = int(number / key_tiles), batch_index = index / p.heads_k;
   Place place;
   place.head_k = index % p.heads_k;
   place.set_batch(p, batch_index);
+  const int tile = place.enter_keys<Config::kBlockK>(p, int(number % key_tiles));
   place.key_count = Visibility::key_count(p, place);
   const int first_head = place.head_k * p.group;
 
-  const Range keys{tile * Config::kBlockK, min(p.seq_k, (tile + 1) * Config::kBlockK)};
+  const Range keys{tile * Config::kBlockK, min(place.seq_k(p), (tile + 1) * Config::kBlockK)};
+  if (kPacked && is_empty(keys)) return;
   const Range queries = queries_seeing_any(p, place, keys);
   const Range walk = tiles_over<Config::kBlockQ>(queries);
   const int first = walk.begin, last = walk.end;
-  const int steps = last > first ? (last - first) * p.group : 0;
+  int steps = last > first ? (last - first) * p.group : 0;
+  if (Config::kDeterministic && !place.has_all_tiles<Config::kBlockQ, Config::kBlockK>(p)) steps = 0;
 
   const auto source = [&](const View& view, i64 offset, Range rows, int columns) {
     return CopySource<Element>{
@@ -101,8 +104,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   };
   const auto load_queries = [&](int step) {
     const int head = first_head + step / (last - first), row = tile_at(step) * Config::kBlockQ;
-    const i64 q_at = place.batch_offset(p.q) + head * p.q.head,
-              dout_at = place.batch_offset(p.dout) + head * p.dout.head;
+    const i64 q_at = place.offset(p.q, head), dout_at = place.offset(p.dout, head);
     copy_tile<Config::kThreads, Config::kAligned>(shared.q, source(p.q, q_at, queries, p.head_dim), row);
     copy_tile<Config::kThreads, Config::kAligned>(shared.dout, source(p.dout, dout_at, queries, p.head_dim_v), row);
   };
@@ -116,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   const int first_step = steps > 0 ? visible_from(0) : 0;
   if (first_step < steps) {
-    const Range seen = keys_seen_by_any(p, place, {0, p.seq_q});
+    const Range seen = keys_seen_by_any(p, place, {0, place.seq_q(p)});
     copy_tile<Config::kThreads, Config::kAligned>(shared.k, source(p.k, place.key_offset(p.k), seen, p.head_dim),
                                                   keys.begin);
     copy_tile<Config::kThreads, Config::kAligned>(shared.v, source(p.v, place.key_offset(p.v), seen, p.head_dim_v),
@@ -127,7 +129,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   for (int step = first_step; step < steps; step = next_step) {
     place.head = first_head + step / (last - first);
     const Corner corner{tile_at(step) * Config::kBlockQ, keys.begin};
-    const i64 line = (i64(batch_index) * p.heads_q + place.head) * p.rows_padded + corner.q;
+    const i64 line = (i64(batch_index) * p.heads_q + place.head) * p.rows_padded +
+                     place.padded_row<Config::kBlockQ>() + corner.q;
     wait_for_copies();
     __syncthreads();  // this tile has arrived; the previous dS is no longer read
 

@@ -35,11 +35,11 @@ struct Work {
   Range queries, columns;
 
   __device__ __forceinline__ Work(const Params& p, int index) {
-    const int query_tiles = tiles_of(p.seq_q, Config::kBlockQ);
+    const int query_tiles = Place::query_tiles<Config::kBlockQ>(p);
     const int chunks = Config::kChunk < Config::kHeadDimV ? tiles_of(p.head_dim_v, Config::kChunk) : 1;
-    const int tile = query_tiles - 1 - index % query_tiles;
+    const int tile = place.enter_queries<Config::kBlockQ>(p, query_tiles - 1 - index % query_tiles);
     index /= query_tiles;
-    queries = {tile * Config::kBlockQ, min(p.seq_q, (tile + 1) * Config::kBlockQ)};
+    queries = {tile * Config::kBlockQ, min(place.seq_q(p), (tile + 1) * Config::kBlockQ)};
     columns = {index % chunks * Config::kChunk, Config::kExact ? Config::kHeadDimV : p.head_dim_v};
     index /= chunks;
     place.set_head(p, index % p.heads_q);
@@ -57,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const Work work(p, blockIdx.x);
   const Place& place = work.place;
   const Range queries = work.queries, columns = work.columns;
+  if (kPacked && is_empty(queries)) return;
   const Range seen = keys_seen_by_any(p, place, queries);
   int first = seen.begin / Config::kBlockK;
   const int last = tiles_of(seen.end, Config::kBlockK);

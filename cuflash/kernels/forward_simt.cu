@@ -39,14 +39,16 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
 
   // Longest first: the last queries see the most keys under a causal mask.
-  const int query_tiles = tiles_of(p.seq_q, kBlockQ);
-  const int tile = query_tiles - 1 - int(blockIdx.x % query_tiles), index = int(blockIdx.x / query_tiles);
+  const int query_tiles = Place::query_tiles<kBlockQ>(p);
+  const int number = query_tiles - 1 - int(blockIdx.x % query_tiles), index = int(blockIdx.x / query_tiles);
   Place place;
   place.set_head(p, index % p.heads_q);
   place.set_batch(p, index / p.heads_q);
+  const int tile = place.enter_queries<kBlockQ>(p, number);
   place.key_count = Visibility::key_count(p, place);
 
-  const Range queries{tile * kBlockQ, min(p.seq_q, (tile + 1) * kBlockQ)};
+  const Range queries{tile * kBlockQ, min(place.seq_q(p), (tile + 1) * kBlockQ)};
+  if (kPacked && is_empty(queries)) return;
   const Range keys = keys_seen_by_any(p, place, queries);
   const auto source = [&](const View& view, i64 offset, Range rows, int columns) {
     return CopySource<Element>{

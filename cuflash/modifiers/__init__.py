@@ -8,12 +8,13 @@ from cuflash.modifiers.causal import Causal
 from cuflash.modifiers.documents import Documents
 from cuflash.modifiers.lengths import KeyLengths
 from cuflash.modifiers.mask import Mask
+from cuflash.modifiers.packed import Packed
 from cuflash.modifiers.scaled import Scaled
 from cuflash.modifiers.softcap import Softcap
 from cuflash.modifiers.window import Window
 
 REGISTRY: dict[str, type[Modifier]] = {
-    m.name: m for m in (Scaled, Softcap, ALiBi, Bias, Causal, Window, KeyLengths, Mask, Documents, BlockMask)
+    m.name: m for m in (Scaled, Softcap, ALiBi, Bias, Causal, Window, KeyLengths, Mask, Documents, BlockMask, Packed)
 }
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "KeyLengths",
     "Mask",
     "Modifier",
+    "Packed",
     "Scaled",
     "Softcap",
     "Tile",

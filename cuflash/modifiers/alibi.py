@@ -44,7 +44,7 @@ struct ALiBi {
   static constexpr bool kHasSlope = false;
   static __device__ __forceinline__ Real apply(const Params& p, const Place& place, int q, int k, Real s) {
     const Real slope = static_cast<const Real*>(p.alibi_slopes.data)[place.offset(p.alibi_slopes)];
-    return s - slope * Real(abs(q + p.alibi_diagonal - k));
+    return s - slope * Real(abs(q + place.diagonal(p.alibi_diagonal) - k));
   }
   static __device__ __forceinline__ Real apply_with_slope(const Params& p, const Place& place, int q, int k, Real s, Real&) {
     return apply(p, place, q, k, s);

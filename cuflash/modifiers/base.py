@@ -1,14 +1,15 @@
 """What a modifier is: the contract between one feature of the scores, the kernels and the NumPy twin.
 
 A modifier changes scores or hides keys.  It is written once, here in Python and as a few lines of CUDA, and serves every
-backend in both directions.  Three kinds exist:
+backend in both directions.  Four kinds exist:
 
 * ``score``: s -> f(s, q, k); CUDA `apply` and `apply_with_slope`, twin `apply` and `slope`;
 * ``range``: query q sees an interval of keys; CUDA `narrow_keys` and `narrow_queries`, twin `narrow`.  Tiles outside the
   interval are never visited;
 * ``mask``: an arbitrary test of (q, k); CUDA `visible`, twin `visible`.  A mask that can tell at a glance that a tile has
   no visible pair, or no hidden one, adds `tile_is_hidden` and `tile_is_clear`, in CUDA and as twins: hidden tiles are
-  not visited, and in clear ones no pair is tested.
+  not visited, and in clear ones no pair is tested;
+* ``place``: says which sequence a tile belongs to (packed.py alone), before anything looks at positions.
 
 The order of a chain is fixed: scale, softcap, other score modifiers, bias, then everything that hides keys.
 """
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from cuflash.problem import Problem
 
 Array = NDArray[Any]
-Kind = Literal["score", "range", "mask"]
+Kind = Literal["score", "range", "mask", "place"]
 #: axes of an operand behind those of the batch, for heads, queries and keys: label and length, None where it has none
 Axes = tuple[tuple[str, int] | None, tuple[str, int] | None, tuple[str, int] | None]
 

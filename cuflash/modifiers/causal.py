@@ -23,11 +23,11 @@ class Causal(Modifier):
     fields: ClassVar[tuple[tuple[str, str], ...]] = (("int", "causal_diagonal"),)
     cuda: ClassVar[str] = """
 struct Causal {
-  static __device__ __forceinline__ void narrow_keys(const Params& p, int q, Range& keys) {
-    keys.end = min(keys.end, q + p.causal_diagonal + 1);
+  static __device__ __forceinline__ void narrow_keys(const Params& p, const Place& place, int q, Range& keys) {
+    keys.end = min(keys.end, q + place.diagonal(p.causal_diagonal) + 1);
   }
-  static __device__ __forceinline__ void narrow_queries(const Params& p, int k, Range& queries) {
-    queries.begin = max(queries.begin, k - p.causal_diagonal);
+  static __device__ __forceinline__ void narrow_queries(const Params& p, const Place& place, int k, Range& queries) {
+    queries.begin = max(queries.begin, k - place.diagonal(p.causal_diagonal));
   }
 };
 """

@@ -23,13 +23,15 @@ class Window(Modifier):
     fields: ClassVar[tuple[tuple[str, str], ...]] = (("int", "window_first"), ("int", "window_last"))
     cuda: ClassVar[str] = """
 struct Window {
-  static __device__ __forceinline__ void narrow_keys(const Params& p, int q, Range& keys) {
-    keys.begin = max(keys.begin, q + p.window_first);
-    keys.end = min(keys.end, q + p.window_last + 1);
+  static __device__ __forceinline__ void narrow_keys(const Params& p, const Place& place, int q, Range& keys) {
+    const int at = q + place.diagonal(0);
+    keys.begin = max(keys.begin, at + p.window_first);
+    keys.end = min(keys.end, at + p.window_last + 1);
   }
-  static __device__ __forceinline__ void narrow_queries(const Params& p, int k, Range& queries) {
-    queries.begin = max(queries.begin, k - p.window_last);
-    queries.end = min(queries.end, k - p.window_first + 1);
+  static __device__ __forceinline__ void narrow_queries(const Params& p, const Place& place, int k, Range& queries) {
+    const int at = k - place.diagonal(0);
+    queries.begin = max(queries.begin, at - p.window_last);
+    queries.end = min(queries.end, at - p.window_first + 1);
   }
 };
 """
@@ -39,8 +41,11 @@ struct Window {
 
     def offsets(self, problem: Problem) -> tuple[int, int]:
         """First and last visible key relative to the query, clamped so that 32-bit positions cannot overflow."""
-        first = 1 - problem.seq_q if self.left is None else max(problem.diagonal - self.left, 1 - problem.seq_q)
-        last = problem.seq_k - 1 if self.right is None else min(problem.diagonal + self.right, problem.seq_k - 1)
+        least, most = 1 - problem.seq_q, problem.seq_k - 1
+        if problem.is_packed:  # the kernels add each segment's own diagonal
+            least, most = min(least, -most), max(-least, most)
+        first = least if self.left is None else max(problem.diagonal - self.left, least)
+        last = most if self.right is None else min(problem.diagonal + self.right, most)
         return first, last
 
     def values(self, problem: Problem) -> dict[str, float | int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from cuflash.modifiers import Packed
 from cuflash.problem import Problem
 
 
@@ -28,6 +29,22 @@ class Config(Protocol):
 def tiles(length: int, tile: int) -> int:
     """Tiles that cover a length."""
     return -(-length // tile)
+
+
+def query_tiles(problem: Problem, tile: int) -> int:
+    """Tiles of queries of one head."""
+    return side_tiles(problem, problem.seq_q, tile)
+
+
+def key_tiles(problem: Problem, tile: int) -> int:
+    """Tiles of keys of one head."""
+    return side_tiles(problem, problem.seq_k, tile)
+
+
+def side_tiles(problem: Problem, length: int, tile: int) -> int:
+    """Tiles of one side; where segments are packed, the numbers that kernels/attention/index.cuh gives to theirs."""
+    packed = problem.modifier(Packed.name)
+    return length // tile + packed.count + 1 if isinstance(packed, Packed) else tiles(length, tile)
 
 
 def padded(length: int, multiple: int) -> int:

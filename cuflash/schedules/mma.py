@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cuflash import tuning
 from cuflash.errors import UnsupportedError
 from cuflash.problem import Problem
-from cuflash.schedules.base import padded, tiles
+from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
 
 STEP = 16  # depth of one mma.m16n8k16, and height of its rows
 MAX_CHUNK = 256  # value columns whose float32 accumulator still fits in registers
@@ -48,7 +48,7 @@ class ForwardMma:
 
     def blocks(self, problem: Problem) -> int:
         chunks = tiles(problem.head_dim_v, self.chunk)
-        return tiles(problem.seq_q, self.block_q) * chunks * problem.heads_q * problem.batch_size
+        return query_tiles(problem, self.block_q) * chunks * problem.heads_q * problem.batch_size
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class BackwardMma:
         return max(tiles(problem.head_dim, self.chunk), tiles(problem.head_dim_v, self.chunk_v))
 
     def blocks(self, problem: Problem) -> int:
-        return tiles(problem.seq_k, self.block_k) * self.chunks(problem) * problem.heads_k * problem.batch_size
+        return key_tiles(problem, self.block_k) * self.chunks(problem) * problem.heads_k * problem.batch_size
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class BackwardConvert:
         return tile_bytes(self.block_q, self.chunk, itemsize)
 
     def blocks(self, problem: Problem) -> int:
-        query_tiles = tiles(problem.seq_q, self.block_q)
-        return query_tiles * (self.head_dim // self.chunk) * problem.heads_q * problem.batch_size
+        chunks = self.head_dim // self.chunk
+        return query_tiles(problem, self.block_q) * chunks * problem.heads_q * problem.batch_size
 
 
 # ---- choosing tiles -------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def is_rich(problem: Problem) -> bool:
 
 def is_crowded(problem: Problem) -> bool:
     """Whether a call has so many modifiers, some of them compiled for tested and for clear tiles, that little is left."""
-    looking = [m for m in problem.modifiers if m.kind != "range"]
+    looking = [m for m in problem.modifiers if m.kind in ("score", "mask")]
     return len(looking) >= 4 and any(m.knows_tiles() for m in looking)
 
 
@@ -175,7 +175,7 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardMma:
     chunk = chunk_of(head_dim_v, MAX_CHUNK // 2 if is_crowded(problem) else MAX_CHUNK, STEP)
     head_dim_v = padded(head_dim_v, chunk)
     for tile in tuning.FORWARD_MMA:
-        if tile.block_q > 64 and problem.seq_q <= 64:
+        if tile.block_q > 64 and problem.longest_q <= 64:
             continue
         queries = head_dim // 2 if tile.q_in_registers else 0
         needed = tile.block_q * (chunk + tile.block_k + queries) // (32 * tile.warps)
@@ -234,7 +234,7 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardMma:
     raise too_large("backward", problem, shared_limit)
 
 
-def convert(main: BackwardMma) -> BackwardConvert:
+def convert(problem: Problem, main: BackwardMma) -> BackwardConvert:
     """The kernel that undoes the order in which `main` sums dq."""
     names = ("head_dim", "head_dim_v", "chunk", "block_q", "warps", "dq_warp_columns")
     return BackwardConvert(**{name: getattr(main, name) for name in names})

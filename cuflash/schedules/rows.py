@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cuflash.problem import Problem
-from cuflash.schedules.base import padded, tiles
+from cuflash.schedules.base import query_tiles, tiles
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class BackwardDelta:
         return 0
 
     def rows_padded(self, problem: Problem) -> int:
-        return padded(problem.seq_q, self.block_q)
+        return query_tiles(problem, self.block_q) * self.block_q
 
     def blocks(self, problem: Problem) -> int:
         lines = problem.batch_size * problem.heads_q * self.rows_padded(problem)
@@ -48,6 +48,7 @@ class BackwardConvertSimt:
 
     lanes: int = 32
     rows: int = 8
+    block_q: int = 0  # where sequences are packed: tile of the main kernel, to which segments are padded
 
     @property
     def threads(self) -> int:
@@ -60,4 +61,5 @@ class BackwardConvertSimt:
 
     def blocks(self, problem: Problem) -> int:
         """A row of dq each for as many warps as a block has."""
-        return tiles(problem.batch_size * problem.heads_q * problem.seq_q, self.rows)
+        rows = query_tiles(problem, self.block_q) * self.block_q if self.block_q else problem.seq_q
+        return tiles(problem.batch_size * problem.heads_q * rows, self.rows)

@@ -17,7 +17,7 @@ from itertools import product
 
 from cuflash.errors import UnsupportedError
 from cuflash.problem import Problem
-from cuflash.schedules.base import padded, tiles
+from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.rows import BackwardConvertSimt
 
 ALL_BANKS = 128  # bytes that one pass over the banks of shared memory moves
@@ -85,7 +85,7 @@ class ForwardSimt:
         return ((self.block_q + self.block_k) * pitch + self.block_k * pitch_v + probabilities) * itemsize
 
     def blocks(self, problem: Problem) -> int:
-        return tiles(problem.seq_q, self.block_q) * problem.heads_q * problem.batch_size
+        return query_tiles(problem, self.block_q) * problem.heads_q * problem.batch_size
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class BackwardSimt:
         return elements * itemsize
 
     def blocks(self, problem: Problem) -> int:
-        return tiles(problem.seq_k, self.block_k) * problem.heads_k * problem.batch_size
+        return key_tiles(problem, self.block_k) * problem.heads_k * problem.batch_size
 
 
 # ---- the choice of a tile ----------------------------------------------------------------------------------------------
@@ -196,15 +196,15 @@ def idle(warps: int, blocks: int) -> float:
     return 1 + (WARPS / (warps * blocks) - 1) / 2
 
 
-def convert(main: BackwardSimt) -> BackwardConvertSimt:
+def convert(problem: Problem, main: BackwardSimt) -> BackwardConvertSimt:
     """The kernel that brings the sums of dq into the caller's strides; they are row-major whatever the tile of `main`."""
-    return BackwardConvertSimt()
+    return BackwardConvertSimt(block_q=main.block_q if problem.is_packed else 0)
 
 
 def modifier_registers(problem: Problem) -> int:
     """Registers that the modifiers of a call take."""
     # What knows tiles is compiled twice: for tiles whose elements are tested and for those that are clear.
-    count = sum(3 if m.knows_tiles() else 1 for m in problem.modifiers if m.kind != "range")
+    count = sum(3 if m.knows_tiles() else 1 for m in problem.modifiers if m.kind in ("score", "mask"))
     single = MODIFIER * count * (2 if problem.dtype == "float64" else 1)
     return single + (6 if problem.modifiers else 0)
 
@@ -217,7 +217,7 @@ def longest(seq: int) -> int:
 def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardSimt:
     """The forward's tile; `shared_limit` is a block's, in bytes; `aligned` tells that q, k and v admit vectors."""
     tensor = shared_limit > WITHOUT_TENSOR
-    limits = (longest(problem.seq_q), modifier_registers(problem), shared_limit, aligned)
+    limits = (longest(problem.longest_q), modifier_registers(problem), shared_limit, aligned)
     if problem.dtype == "float64" and tensor:
         found = best_tensor_forward(problem.head_dim, problem.head_dim_v, *limits)
         if found is not None:
@@ -299,8 +299,8 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardSimt
         problem.head_dim,
         problem.head_dim_v,
         itemsize,
-        longest(problem.seq_q),
-        longest(problem.seq_k),
+        longest(problem.longest_q),
+        longest(problem.longest_k),
         problem.modifier("softcap") is not None,
         modifier_registers(problem),
         shared_limit,

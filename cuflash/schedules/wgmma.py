@@ -174,6 +174,8 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
     """Why these kernels do not take the problem with arrays at these places, or None."""
     if 0 < device.compiler < MIN_COMPILER:
         return f"NVRTC {device.compiler // 100}.{device.compiler % 100} is older than 12.9"
+    if problem.is_packed:
+        return "it does not take packed sequences"
     if not (problem.batch_size and problem.seq_q and problem.seq_k):
         return "an array is empty, which no tensor map describes"
     if sparse := [m.name for m in problem.modifiers if m.knows_tiles()]:
@@ -264,7 +266,7 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardWgmm
     )
 
 
-def convert(main: BackwardWgmma) -> BackwardConvert:
+def convert(problem: Problem, main: BackwardWgmma) -> BackwardConvert:
     """The kernel that undoes the order in which `main` sums dq: a warp sums 16 rows, of a half where columns are shared."""
     split = isinstance(main, BackwardWgmmaSplit)
     return BackwardConvert(

@@ -1,14 +1,145 @@
 // Where a block stands: batch entry and head, ranges of positions, offsets into arrays of any strides.
 //
 // Invariants: positions are 32-bit (the host refuses longer sequences), every offset into memory is 64-bit.
+//
+// Packed sequences (kPacked) are segments of one axis: seq_q and seq_k of the arguments then count the rows of all of them, and
+// a block first enters the segment that its tile belongs to.  From there on positions count from the segment's first row, as if
+// it lay alone.  Tiles are numbered along each side: those of segment i from offset / tile + i on, which leaves it as many as
+// it needs, at most one more, and lets a block find its segment by bisection.  Behind the last segment stands one more, of
+// the rows that belong to none: it has queries without keys, or keys without queries.
+//
+// Offsets may be anything, since the host may not have looked at them: they are clamped to the arrays.
 #pragma once
 
 struct Range {  // half-open interval of positions
   int begin, end;
 };
 
+__device__ __forceinline__ int tiles_of(int length, int tile) { return (length + tile - 1) / tile; }
+__device__ __forceinline__ bool is_empty(Range positions) { return positions.begin >= positions.end; }
+
+// The rows that a block works in: here, all of them.
+template <bool kIsPacked> struct Segment {
+  static __device__ __forceinline__ int seq_q(const Params& p) { return p.seq_q; }
+  static __device__ __forceinline__ int seq_k(const Params& p) { return p.seq_k; }
+  // What causal masks, windows and distances count from, of what the host made it.
+  static __device__ __forceinline__ int diagonal(int of_all) { return of_all; }
+  static __device__ __forceinline__ i64 query_offset(const View&) { return 0; }
+  static __device__ __forceinline__ i64 key_offset(const View&) { return 0; }
+  // Row, among those padded to whole tiles, at which the segment's begin.
+  template <int kTile> static __device__ __forceinline__ int padded_row() { return 0; }
+  // Tiles of one head.
+  template <int kTile> static __device__ __forceinline__ int query_tiles(const Params& p) {
+    return tiles_of(p.seq_q, kTile);
+  }
+  template <int kTile> static __device__ __forceinline__ int key_tiles(const Params& p) {
+    return tiles_of(p.seq_k, kTile);
+  }
+  // Enter the segment of a tile; the tile's number in it, which may be one that it has no rows for.
+  template <int kTile> static __device__ __forceinline__ int enter_queries(const Params&, int tile) { return tile; }
+  template <int kTile> static __device__ __forceinline__ int enter_keys(const Params&, int tile) { return tile; }
+  // The same of a row among those padded to whole tiles.
+  template <int kTile> static __device__ __forceinline__ int enter_row(const Params&, int row) { return row; }
+  template <int kTileQ, int kTileK> static __device__ __forceinline__ bool has_all_tiles(const Params&) { return true; }
+};
+
+// Where the segments of one side begin: of segment i, and behind the last one.
+struct Offsets {
+  const int* at;
+  i64 stride;
+  int count, total;
+
+  __device__ __forceinline__ Offsets(const View& view, int segments, int rows)
+      : at(static_cast<const int*>(view.data)), stride(view.row), count(segments), total(rows) {}
+  __device__ __forceinline__ int begin(int i) const {
+    return i == 0 ? 0 : i > count ? total : min(max(at[i * stride], 0), total);
+  }
+  __device__ __forceinline__ Range rows(int i) const {
+    const int first = begin(i);
+    return {first, max(first, begin(i + 1))};
+  }
+  // Number of the segment's first tile.
+  __device__ __forceinline__ int first_tile(int i, int tile) const { return begin(i) / tile + i; }
+  // The segment that a tile is numbered with.
+  __device__ __forceinline__ int segment_of(int number, int tile) const {
+    int low = 0, high = count;
+    while (low < high) {
+      const int middle = (low + high + 1) / 2;
+      if (first_tile(middle, tile) <= number)
+        low = middle;
+      else
+        high = middle - 1;
+    }
+    return low;
+  }
+};
+
+// The rows that a block works in: those of one of many sequences.
+template <> struct Segment<true> {
+  int index;
+  Range queries, keys;  // rows of the arrays
+  int from_diagonal;
+
+  template <class P> __device__ __forceinline__ int seq_q(const P&) const { return queries.end - queries.begin; }
+  template <class P> __device__ __forceinline__ int seq_k(const P&) const { return keys.end - keys.begin; }
+  __device__ __forceinline__ int diagonal(int of_all) const { return of_all + from_diagonal; }
+  __device__ __forceinline__ i64 query_offset(const View& view) const { return queries.begin * view.row; }
+  __device__ __forceinline__ i64 key_offset(const View& view) const { return keys.begin * view.row; }
+  template <int kTile> __device__ __forceinline__ int padded_row() const {
+    return (queries.begin / kTile + index) * kTile;
+  }
+  template <int kTile, class P> static __device__ __forceinline__ int query_tiles(const P& p) {
+    return p.seq_q / kTile + p.segment_count + 1;
+  }
+  template <int kTile, class P> static __device__ __forceinline__ int key_tiles(const P& p) {
+    return p.seq_k / kTile + p.segment_count + 1;
+  }
+
+  template <int kTile, class P> __device__ __forceinline__ int enter_queries(const P& p, int tile) {
+    const Offsets of_q = offsets_q(p), of_k = offsets_k(p);
+    index = of_q.segment_of(tile, kTile);
+    queries = of_q.rows(index);
+    keys = index < p.segment_count ? of_k.rows(index) : Range{0, 0};
+    set_diagonal(p);
+    return tile - (queries.begin / kTile + index);
+  }
+  template <int kTile, class P> __device__ __forceinline__ int enter_keys(const P& p, int tile) {
+    const Offsets of_q = offsets_q(p), of_k = offsets_k(p);
+    index = of_k.segment_of(tile, kTile);
+    keys = of_k.rows(index);
+    queries = index < p.segment_count ? of_q.rows(index) : Range{0, 0};
+    set_diagonal(p);
+    return tile - (keys.begin / kTile + index);
+  }
+  template <int kTile, class P> __device__ __forceinline__ int enter_row(const P& p, int row) {
+    return enter_queries<kTile>(p, row / kTile) * kTile + row % kTile;
+  }
+  // Whether every tile of the segment is numbered with it, on both sides.  Blocks that wait for each other's tiles rely on it;
+  // it is so wherever offsets do not decrease.
+  template <int kTileQ, int kTileK, class P> __device__ __forceinline__ bool has_all_tiles(const P& p) const {
+    return is_whole<kTileQ>(offsets_q(p), queries) && is_whole<kTileK>(offsets_k(p), keys);
+  }
+
+ private:
+  template <class P> static __device__ __forceinline__ Offsets offsets_q(const P& p) {
+    return Offsets(p.segments_q, p.segment_count, p.seq_q);
+  }
+  template <class P> static __device__ __forceinline__ Offsets offsets_k(const P& p) {
+    return Offsets(p.segments_k, p.segment_count, p.seq_k);
+  }
+  template <class P> __device__ __forceinline__ void set_diagonal(const P& p) {
+    from_diagonal = p.segments_end_together ? seq_k(p) - seq_q(p) : 0;
+  }
+  // Tiles between two of one segment are of the same: bisection takes the same turns for them.
+  template <int kTile> __device__ __forceinline__ bool is_whole(const Offsets& offsets, Range rows) const {
+    if (is_empty(rows)) return true;
+    const int first = offsets.first_tile(index, kTile), last = first + (rows.end - rows.begin - 1) / kTile;
+    return offsets.segment_of(first, kTile) == index && offsets.segment_of(last, kTile) == index;
+  }
+};
+
 // The batch entry and head that a block of threads works on.
-struct Place {
+struct Place : Segment<kPacked> {
   int batch[kBatchAxes];
   int head;       // of the queries
   int head_k;     // of the keys and values that this head shares with its group
@@ -20,8 +151,13 @@ struct Place {
     for (int axis = 0; axis < kBatchAxes; ++axis) at += batch[axis] * view.batch[axis];
     return at;
   }
-  __device__ __forceinline__ i64 offset(const View& view) const { return batch_offset(view) + head * view.head; }
-  __device__ __forceinline__ i64 key_offset(const View& view) const { return batch_offset(view) + head_k * view.head; }
+  __device__ __forceinline__ i64 offset(const View& view, int of_head) const {
+    return batch_offset(view) + of_head * view.head + Segment::query_offset(view);
+  }
+  __device__ __forceinline__ i64 offset(const View& view) const { return offset(view, head); }
+  __device__ __forceinline__ i64 key_offset(const View& view) const {
+    return batch_offset(view) + head_k * view.head + Segment::key_offset(view);
+  }
 
   __device__ __forceinline__ void set_batch(const Params& p, int index) {
 #pragma unroll
@@ -47,7 +183,6 @@ template <class T> __device__ __forceinline__ Matrix<T> matrix(const View& view,
   return {static_cast<T*>(view.data) + offset, view.row, view.column};
 }
 
-__device__ __forceinline__ int tiles_of(int length, int tile) { return (length + tile - 1) / tile; }
 // Tiles that hold some of the positions.
 template <int kTile> __device__ __forceinline__ Range tiles_over(Range positions) {
   return {positions.begin / kTile, tiles_of(positions.end, kTile)};

@@ -8,7 +8,7 @@
 // Keys that one query sees, before any element mask.
 __device__ __forceinline__ Range visible_keys(const Params& p, const Place& place, int q) {
   Range keys{0, place.key_count};
-  Visibility::narrow_keys(p, q, keys);
+  Visibility::narrow_keys(p, place, q, keys);
   return keys;
 }
 
@@ -24,8 +24,8 @@ __device__ __forceinline__ Range keys_seen_by_all(const Params& p, const Place& 
 
 // Queries that see one key, before any element mask.
 __device__ __forceinline__ Range seeing_queries(const Params& p, const Place& place, int k) {
-  Range queries{0, k < place.key_count ? p.seq_q : 0};
-  Visibility::narrow_queries(p, k, queries);
+  Range queries{0, k < place.key_count ? place.seq_q(p) : 0};
+  Visibility::narrow_queries(p, place, k, queries);
   return queries;
 }
 
@@ -58,7 +58,7 @@ __device__ __forceinline__ int first_key_tile(const Params& p, const Place& plac
 // Whether no element of the tile needs a test: all queries exist and see all keys, as far as intervals and glances tell.
 // Where a mask has to be asked about each element, only the intervals are looked at.
 __device__ __forceinline__ bool tile_is_open(const Params& p, const Place& place, Range queries, Range keys) {
-  if (queries.end > p.seq_q) return false;
+  if (queries.end > place.seq_q(p)) return false;
   const Range all = keys_seen_by_all(p, place, queries);
   const bool open = all.begin <= keys.begin && keys.end <= all.end;
   if constexpr (Visibility::kClearsTiles) return open && Visibility::tile_is_clear(p, place, queries, keys);
@@ -67,7 +67,7 @@ __device__ __forceinline__ bool tile_is_open(const Params& p, const Place& place
 
 // Whether none of the queries sees any of the keys, as far as a glance tells; both intervals start inside the arrays.
 __device__ __forceinline__ bool tile_is_hidden(const Params& p, const Place& place, Range queries, Range keys) {
-  return Visibility::tile_is_hidden(p, place, {queries.begin, min(queries.end, p.seq_q)},
+  return Visibility::tile_is_hidden(p, place, {queries.begin, min(queries.end, place.seq_q(p))},
                                     {keys.begin, min(keys.end, place.key_count)});
 }
 

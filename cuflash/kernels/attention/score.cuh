@@ -63,7 +63,7 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) {
       const int q = At::q(f, corner, i), k = At::k(f, corner, i);
-      const bool seen = clear || (ranges.contains(f, i) && q < p.seq_q && Visibility::visible(p, place, q, k));
+      const bool seen = clear || (ranges.contains(f, i) && q < place.seq_q(p) && Visibility::visible(p, place, q, k));
       if constexpr (kWithSlope && Score::kHasSlope) slopes.slot(i) = Real(1);
       if (!seen) {
         s[i] = -infinity<Real>();
