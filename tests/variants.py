@@ -8,8 +8,8 @@ import numpy as np
 from cuflash import plan
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
-from cuflash.problem import describe
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Packed
+from cuflash.problem import canonical, describe
 from cuflash.variant import Variant
 from tests.cases import DTYPES
 
@@ -45,9 +45,11 @@ class Entry:
 
     def variants(self) -> Iterator[Variant]:
         """The kernels of its forward and backward."""
-        dtype = DTYPES[self.dtype]
+        keywords = options(self.options, DTYPES[self.dtype], self.seq_q)
+        if "packed" in keywords:
+            keywords["layout"] = "bshd"
         q, k, v, out = (
-            self.place((1, HEADS, n, d))
+            self.place((n, HEADS, d) if "packed" in keywords else (1, HEADS, n, d))
             for n, d in (
                 (self.seq_q, self.head_dim),
                 (LENGTH, self.head_dim),
@@ -55,7 +57,8 @@ class Entry:
                 (self.seq_q, self.head_dim_v),
             )
         )
-        call = describe(q, k, v, **options(self.options, dtype, self.seq_q))
+        call = describe(q, k, v, **keywords)
+        q, k, v, out = call.q, call.k, call.v, canonical(out, call.problem.layout)
         problem, device = call.problem, described_device(self.arch)
         lse = np.zeros(problem.lse_shape, problem.accumulator)
         sums = {f"d{n}": np.zeros(x.shape, problem.accumulator) for n, x in call.operands.items() if n == "bias"}
@@ -97,6 +100,7 @@ def options(name: str, dtype: np.dtype, seq_q: int) -> dict:
         "documents": {"modifiers": (Documents(np.ones(seq_q, np.int32), np.ones(LENGTH, np.int32)),)},
         "blocks": {"modifiers": (BlockMask(np.ones((-(-seq_q // 16), LENGTH // 16), bool), 16),)},
         "negative-scale": {"scale": -1.0},
+        "packed": {"packed": Packed(np.array([0, seq_q], np.int32), np.array([0, LENGTH], np.int32), 1)},
     }
     parts = [single[part] for part in TOGETHER.get(name, (name,))]
     modifiers = tuple(m for part in parts for m in part.get("modifiers", ()))
@@ -109,6 +113,8 @@ TOGETHER = {
     "everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths"),
     "sparse-causal": ("causal", "documents", "blocks"),
     "sparse-everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths", "documents", "blocks"),
+    "packed-causal": ("packed", "causal"),
+    "packed-everything": ("packed", "causal", "window", "softcap", "alibi"),
     "ranges": RANGES,
     "ranges-bias": (*RANGES, "bias"),
     "ranges-mask": (*RANGES, "mask"),
@@ -125,6 +131,9 @@ OPTIONS = (
     "lengths",
     "documents",
     "blocks",
+    "packed",
+    "packed-causal",
+    "packed-everything",
     "sparse-causal",
     "negative-scale",
     "everything",

@@ -23,12 +23,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
   int index = blockIdx.x;
   const int chunk = index % kChunks;
   index /= kChunks;
-  const int number = index % query_tiles;
+  const int padded_row = index % query_tiles * Config::kBlockQ;
   index /= query_tiles;
   Place place;
   place.set_head(p, index % p.heads_q);
   place.set_batch(p, index / p.heads_q);
-  const int row = place.enter_queries<Config::kBlockQ>(p, number) * Config::kBlockQ;
+  const int row = place.enter_row<Config::kBlockQ>(p, padded_row);
 
   float dq[QueryFragment::kSize];
 #pragma unroll
@@ -39,5 +39,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
   __syncthreads();
   const int column = chunk * Config::kChunk;
   const Matrix<Element> to = matrix<Element>(p.dq, place.offset(p.dq) + column * p.dq.column);
-  store_tile<Config::kThreads, Config::kChunk>(tile, to, row, Range{0, place.seq_q(p)}, p.head_dim - column, p.dq_vectors);
+  store_tile<Config::kThreads, Config::kChunk>(tile, to, row, Range{0, place.seq_q(p)}, p.head_dim - column,
+                                               p.dq_vectors);
 }

@@ -5,11 +5,13 @@
 
 static_assert(Config::kSharedBytes == 0, "schedules/rows.py disagrees");
 
+// Of one head; those of packed segments are padded to whole tiles.
+__device__ __forceinline__ int rows_of(const Params& p) { return kPacked ? p.rows_padded : p.seq_q; }
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(const __grid_constant__ Params p) {
   const i64 line = i64(blockIdx.x) * Config::kRows + threadIdx.x / Config::kLanes;
-  const int rows = kPacked ? p.rows_padded : p.seq_q;
-  if (line >= i64(p.batch_size) * p.heads_q * rows) return;
-  const int padded_row = int(line % rows), index = int(line / rows);
+  if (line >= i64(p.batch_size) * p.heads_q * rows_of(p)) return;
+  const int padded_row = int(line % rows_of(p)), index = int(line / rows_of(p));
   Place place;
   place.set_head(p, index % p.heads_q);
   place.set_batch(p, index / p.heads_q);

@@ -83,13 +83,16 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const int head_dim_v = Config::kExact ? Config::kHeadDimV : p.head_dim_v;
   const int query_tiles = tiles_of(p.rows_padded, Config::kBlockQ);
 
-  const Range rows{0, place.seq_q(p)};
+  Range rows{0, place.seq_q(p)};
+  const auto recall = [&] {  // of packed segments: the loop has no registers left to keep their bounds in
+    place.recall(p);
+    if (kPacked) rows.end = place.seq_q(p);
+  };
   const auto load_queries = [&](int head, int query_tile, int stage) {
     const int row = query_tile * Config::kBlockQ;
     const auto q = matrix<const Element>(p.q, place.offset(p.q, head));
     copy_tile<Config::kThreads, Config::kAligned>(shared.q[stage], q, row, rows, head_dim);
-    const i64 line =
-        (i64(batch_index) * p.heads_q + head) * p.rows_padded + place.padded_row<Config::kBlockQ>() + row;
+    const i64 line = (i64(batch_index) * p.heads_q + head) * p.rows_padded + place.padded_row<Config::kBlockQ>() + row;
     copy_line<Config::kThreads>(shared.statistics[stage], static_cast<const RowStatistics*>(p.statistics) + line);
     cp_async_commit_group();
   };
@@ -141,12 +144,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     }
     cp_async_wait_group<0>();
     __syncthreads();  // this tile has arrived; the previous one, its P and dS are no longer read
+    recall();
     if (Config::kStages == 2 && more) load_queries(next_head, next_tile, stage ^ 1);
     if (Config::kDoutStages == 2 && more) load_dout(next_head, next_tile, dout_stage ^ 1);
 
     float s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
     clear(s);
     gemm_rows_rows<Config::kHeadDim, ScoreFragment, Element>(s, shared.k, warp_key, shared.q[stage], warp_query);
+    recall();
     const Corner corner{query_tile * Config::kBlockQ, keys.begin};
     ScoreSlopes<ScoreFragment> slopes;
     scores_of<true>(
@@ -187,6 +192,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
                                                                    column_v + warp_column_v);
       if (Config::kDoutStages == 1) __syncthreads();  // dO is no longer read
     }
+    recall();
     if (Config::kDoutStages == 1 && more) load_dout(next_head, next_tile, 0);
     if (!kChunked || column < Config::kHeadDim) {
       if constexpr (kSharesRows)
@@ -203,6 +209,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       float dq[QueryFragment::kSize];
       clear(dq);
       gemm_columns_columns<Config::kBlockK, QueryFragment, Element>(dq, ds_tile, dq_row, shared.k, column + dq_column);
+      recall();
       const i64 tile_index = (i64(batch_index) * p.heads_q + place.head) * query_tiles +
                              place.padded_row<Config::kBlockQ>() / Config::kBlockQ + query_tile;
       const int dq_chunks = Config::kHeadDim / Config::kChunk;
@@ -221,6 +228,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   store_fragment(shared.k, dk, KeyFragment(warp_key, warp_column), [&](int) { return p.scale; });
   store_fragment(shared.v, dv, ValueFragment(warp_key, warp_column_v), as_it_is);
   __syncthreads();
+  recall();
   const Matrix<Element> dk_to = matrix<Element>(p.dk, place.key_offset(p.dk) + column * p.dk.column);
   const Matrix<Element> dv_to = matrix<Element>(p.dv, place.key_offset(p.dv) + column_v * p.dv.column);
   store_tile<Config::kThreads, Config::kChunk>(shared.k, dk_to, keys.begin, keys, head_dim - column, p.dk_vectors);

@@ -129,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   for (int step = first_step; step < steps; step = next_step) {
     place.head = first_head + step / (last - first);
     const Corner corner{tile_at(step) * Config::kBlockQ, keys.begin};
-    const i64 line = (i64(batch_index) * p.heads_q + place.head) * p.rows_padded +
-                     place.padded_row<Config::kBlockQ>() + corner.q;
+    const i64 line =
+        (i64(batch_index) * p.heads_q + place.head) * p.rows_padded + place.padded_row<Config::kBlockQ>() + corner.q;
     wait_for_copies();
     __syncthreads();  // this tile has arrived; the previous dS is no longer read
 

@@ -45,6 +45,7 @@ __device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::
 #pragma unroll
   for (int i = 0; i < Fragment::kSize; ++i) {
     const int q = At::q(f, corner, i), k = At::k(f, corner, i);
-    if (q < place.seq_q(p) && k < place.key_count && ds[i] != Real(0)) atomicAdd(to + q * view.row + k * view.column, ds[i]);
+    if (q < place.seq_q(p) && k < place.key_count && ds[i] != Real(0))
+      atomicAdd(to + q * view.row + k * view.column, ds[i]);
   }
 }

@@ -18,6 +18,8 @@ struct Range {  // half-open interval of positions
 __device__ __forceinline__ int tiles_of(int length, int tile) { return (length + tile - 1) / tile; }
 __device__ __forceinline__ bool is_empty(Range positions) { return positions.begin >= positions.end; }
 
+__device__ __forceinline__ int recomputed(int x);  // hw/ptx.cuh
+
 // The rows that a block works in: here, all of them.
 template <bool kIsPacked> struct Segment {
   static __device__ __forceinline__ int seq_q(const Params& p) { return p.seq_q; }
@@ -41,6 +43,8 @@ template <bool kIsPacked> struct Segment {
   // The same of a row among those padded to whole tiles.
   template <int kTile> static __device__ __forceinline__ int enter_row(const Params&, int row) { return row; }
   template <int kTileQ, int kTileK> static __device__ __forceinline__ bool has_all_tiles(const Params&) { return true; }
+  // Look the segment up again: until then, registers need to hold its number alone.
+  static __device__ __forceinline__ void recall(const Params&) {}
 };
 
 // Where the segments of one side begin: of segment i, and behind the last one.
@@ -96,20 +100,20 @@ template <> struct Segment<true> {
   }
 
   template <int kTile, class P> __device__ __forceinline__ int enter_queries(const P& p, int tile) {
-    const Offsets of_q = offsets_q(p), of_k = offsets_k(p);
-    index = of_q.segment_of(tile, kTile);
-    queries = of_q.rows(index);
-    keys = index < p.segment_count ? of_k.rows(index) : Range{0, 0};
-    set_diagonal(p);
+    index = offsets_q(p).segment_of(tile, kTile);
+    look_up(p);
+    if (index == p.segment_count) keys = {0, 0};
     return tile - (queries.begin / kTile + index);
   }
   template <int kTile, class P> __device__ __forceinline__ int enter_keys(const P& p, int tile) {
-    const Offsets of_q = offsets_q(p), of_k = offsets_k(p);
-    index = of_k.segment_of(tile, kTile);
-    keys = of_k.rows(index);
-    queries = index < p.segment_count ? of_q.rows(index) : Range{0, 0};
-    set_diagonal(p);
+    index = offsets_k(p).segment_of(tile, kTile);
+    look_up(p);
+    if (index == p.segment_count) queries = {0, 0};
     return tile - (keys.begin / kTile + index);
+  }
+  template <class P> __device__ __forceinline__ void recall(const P& p) {
+    index = recomputed(index);
+    look_up(p);
   }
   template <int kTile, class P> __device__ __forceinline__ int enter_row(const P& p, int row) {
     return enter_queries<kTile>(p, row / kTile) * kTile + row % kTile;
@@ -127,7 +131,9 @@ template <> struct Segment<true> {
   template <class P> static __device__ __forceinline__ Offsets offsets_k(const P& p) {
     return Offsets(p.segments_k, p.segment_count, p.seq_k);
   }
-  template <class P> __device__ __forceinline__ void set_diagonal(const P& p) {
+  template <class P> __device__ __forceinline__ void look_up(const P& p) {
+    queries = offsets_q(p).rows(index);
+    keys = offsets_k(p).rows(index);
     from_diagonal = p.segments_end_together ? seq_k(p) - seq_q(p) : 0;
   }
   // Tiles between two of one segment are of the same: bisection takes the same turns for them.
