@@ -42,9 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(mma_tile: Any, simt_tile: Any) -> None:  # noqa: F811
-    """Every test runs with them."""
+small = pytest.mark.usefixtures("mma_tile", "simt_tile")
 
 
 def check(pack: Pack, arch: int, seeds: Iterable[int] = kernels.SEEDS, **options: Any) -> None:
@@ -56,6 +54,7 @@ def check(pack: Pack, arch: int, seeds: Iterable[int] = kernels.SEEDS, **options
         judge.check_backward(kernels.backward(call, out, lse, dout, dlse, arch, seed, **options))
 
 
+@small
 @targets
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, target: tuple[int, str]) -> None:
@@ -63,3 +62,144 @@ def test_options(name: str, target: tuple[int, str]) -> None:
     pack = replace(PACK, dtype=target[1], **OPTIONS[name])
     check(pack, target[0], (0, 1, 2))
     check(pack, target[0], (3, 4, 5), deterministic=True)
+
+
+@small
+@targets
+@pytest.mark.parametrize(
+    "pack",
+    [
+        Pack((), behind=(5, 3)),
+        Pack((), (), behind=(0, 0)),
+        Pack((0, 0, 0)),
+        Pack((0, 0), (20, 0), behind=(0, 40)),
+        Pack((20, 0), (0, 0), behind=(40, 0)),
+        Pack((70,)),
+        Pack((32, 64, 32, 96)),
+        Pack((1,) * 40, (3,) * 40, behind=(0, 1)),
+        Pack((2, 1, 90, 0, 3), (1, 2, 100, 4, 0), behind=(33, 0)),
+    ],
+    ids=lambda pack: f"{pack.lengths_q}+{pack.behind}"[:40],
+)
+def test_lengths(pack: Pack, target: tuple[int, str]) -> None:
+    """Segments without queries, without keys and without either, of whole tiles, far shorter and far longer than a tile."""
+    pack = replace(pack, dtype=target[1], causal=True, dlse=True)
+    check(pack, target[0], (0, 1, 2))
+    check(pack, target[0], (3, 4, 5), deterministic=True)
+
+
+@small
+@pytest.mark.parametrize("strides", ["padded", "every second", "reversed", "last axis first", "stride 0"])
+@pytest.mark.parametrize("target", [(80, "float16"), (80, "float32")], ids=target_id)
+def test_strides(strides: str, target: tuple[int, str]) -> None:
+    check(replace(PACK, dtype=target[1], strides=strides, head_dim=17, causal=True), target[0])
+
+
+@small
+@targets
+def test_offsets_of_any_stride(target: tuple[int, str]) -> None:
+    call, dout, dlse = replace(PACK, dtype=target[1]).call()
+    spread = {name: np.repeat(x, 3, axis=-2)[:, ::3] for name, x in call.operands.items()}
+    assert spread["segments_q"].strides[-2] == 12
+    call, judge = replace(call, operands=spread), Judge(call, dout, dlse)
+    for seed in kernels.SEEDS:
+        out, lse = kernels.forward(call, target[0], seed)
+        judge.check_forward(out, lse)
+        judge.check_backward(kernels.backward(call, out, lse, dout, dlse, target[0], seed))
+
+
+# ---- the same bits alone and in a pack -----------------------------------------------------------------------------------
+def results(call: Call, dout: Any, dlse: Any, arch: int, seed: int) -> list[np.ndarray]:
+    """out, lse, dq, dk and dv."""
+    out, lse = kernels.forward(call, arch, seed)
+    gradients = kernels.backward(call, out, lse, dout, dlse, arch, seed, deterministic=True, residents=2)
+    return [out, lse[..., None], *gradients]
+
+
+def of_segment(found: list[np.ndarray], part: segments.Segment) -> list[np.ndarray]:
+    at = (part.rows, part.rows, part.rows, part.columns, part.columns)
+    return [x[..., rows, :] for x, rows in zip(found, at, strict=True)]
+
+
+def assert_same_bits(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+        assert np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes(), f"{name} differs"
+
+
+@small
+@targets
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "everything"])
+def test_a_segment_has_the_bits_of_a_call_of_its_own(name: str, target: tuple[int, str]) -> None:
+    """With the same tile: as attention's, packed alone, and in the pack."""
+    call, dout, dlse = replace(PACK, dtype=target[1], **OPTIONS[name]).call()
+    found = results(call, dout, dlse, target[0], 1)
+    for number, part in enumerate(segments.cut(call)):
+        own = dout[..., part.rows, :], None if dlse is None else dlse[..., part.rows]
+        assert_same_bits(of_segment(found, part), results(part.call, *own, target[0], 2))
+        assert_same_bits(of_segment(found, part), results(alone(call, number)[0], *own, target[0], 3))
+
+
+@targets
+def test_tiles_do_not_depend_on_the_pack(target: tuple[int, str]) -> None:
+    """The same by the tile that the library chooses."""
+    call, dout, _ = replace(PACK, dtype=target[1], causal=True).call()
+    found = results(call, dout, None, target[0], 1)
+    for number, part in enumerate(segments.cut(call)):
+        own = results(alone(call, number)[0], dout[..., part.rows, :], None, target[0], 2)
+        assert_same_bits(of_segment(found, part), own)
+
+
+@pytest.mark.parametrize("target", [(75, "float16"), (80, "bfloat16"), (90, "bfloat16")], ids=target_id)
+def test_16_bit_segments_have_the_bits_of_attention(target: tuple[int, str]) -> None:
+    """Of more than 64 queries, by the tiles that the library chooses for either."""
+    call, dout, _ = Pack((3, 70, 100), (9, 200, 65), dtype=target[1], head_dim=64, causal=True).call()
+    found = results(call, dout, None, target[0], 1)
+    for part in list(segments.cut(call))[1:]:
+        assert_same_bits(of_segment(found, part), results(part.call, dout[..., part.rows, :], None, target[0], 2))
+
+
+# ---- what must not matter ------------------------------------------------------------------------------------------------
+@small
+@targets
+def test_segments_do_not_see_each_other(target: tuple[int, str]) -> None:
+    """NaN in other segments and behind the last one reaches nothing."""
+    call, dout, _ = replace(PACK, dtype=target[1], causal=True).call()
+    arrays = {"q": call.q, "k": call.k, "v": call.v, "dout": dout}
+    for number in (0, 3, 5):
+        part = list(segments.cut(call))[number]
+        dirty = {}
+        for name, x in arrays.items():
+            own = part.rows if name in ("q", "dout") else part.columns
+            dirty[name] = np.full_like(x, np.nan)
+            dirty[name][..., own, :] = x[..., own, :]
+        other = replace(call, **{name: dirty[name] for name in "qkv"})
+        assert_same_bits(
+            of_segment(results(other, dirty["dout"], None, target[0], number), part),
+            of_segment(results(call, dout, None, target[0], 0), part),
+        )
+
+
+BAD = {
+    "falling": [0, 50, 20, 70, 10, 125, 125, 134],
+    "beyond": [0, 1000, 1 << 30, (1 << 31) - 1, 100, 125, 126, 134],
+    "negative": [0, -5, -(1 << 31), 40, 125, 125, 125, 134],
+    "not from 0": [50, 60, 70, 80, 90, 100, 110, 120],
+    "all behind": [1 << 20] * 8,
+    "backwards": [134, 120, 100, 80, 60, 40, 20, 0],
+}
+
+
+@small
+@targets
+@pytest.mark.parametrize("name", BAD)
+def test_offsets_that_nobody_checked_reach_nothing_outside(name: str, target: tuple[int, str]) -> None:
+    """The guards around every array stay whole, and no block waits for a turn that never comes."""
+    call, dout, dlse = replace(PACK, dtype=target[1], causal=True, dlse=True).call()
+    bad = np.array(BAD[name], np.int32)[None, :, None]
+    good = call.operands["segments_q"]
+    for seed, (q, k) in enumerate(((bad, bad), (bad, good), (good, bad), (bad[:, ::-1].copy(), bad))):
+        wrong = replace(call, operands={"segments_q": q, "segments_k": k})
+        out, lse = kernels.forward(wrong, target[0], seed)
+        out, lse = np.nan_to_num(out), np.nan_to_num(lse)
+        for deterministic in (False, True):
+            kernels.backward(wrong, out, lse, dout, dlse, target[0], seed, deterministic=deterministic)
