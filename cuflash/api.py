@@ -367,9 +367,9 @@ def attention_varlen(
     >>> cuflash.attention_varlen(q, k, v, [0, 2, 3], [0, 2, 3]).ravel()
     array([2., 2., 9.])
     """
+    offsets, maxima = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     home, call, native = enter_packed(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        *(present(out=out), scale, causal, window, softcap, modifiers, backend),
+        q, k, v, offsets, maxima, present(out=out), scale, causal, window, softcap, modifiers, backend
     )
     if out is not None:
         check_result(home, call, native["out"])
@@ -444,9 +444,10 @@ def attention_varlen_backward(
     array([0.5, 0.5, 1. ])
     """
     check_deterministic(deterministic)
+    given = {"dout": dout, "out": out, "lse": lse, **present(dlse=dlse)}
+    offsets, maxima = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     home, call, native = enter_packed(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        *({"dout": dout, "out": out, "lse": lse, **present(dlse=dlse)}, scale, causal, window, softcap, modifiers, backend),
+        q, k, v, offsets, maxima, given, scale, causal, window, softcap, modifiers, backend
     )
     check_results(call, native, "(heads_q, total_q)")
     gradients = run_backward(home, call, native, deterministic, backend)
@@ -475,7 +476,9 @@ def attention_varlen_vjp(
 
     Parameters
     ----------
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, modifiers, return_lse, backend
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As for `attention_varlen`.
+    scale, causal, window, softcap, modifiers, return_lse, backend
         As for `attention_varlen`.
     deterministic
         As for `attention_backward`.
@@ -647,10 +650,8 @@ def enter_packed(
     q: Any,
     k: Any,
     v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
+    offsets: tuple[Any, Any],
+    maxima: tuple[Any, Any],
     given: Mapping[str, Any],
     scale: Any,
     causal: Any,
@@ -664,7 +665,7 @@ def enter_packed(
     check_backend(backend, home)
     check_packed_shapes(native["q"], native["k"], native["v"])
     total_q, total_k = len(native["q"]), len(native["k"])
-    packed = arrays.native_packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, total_q, total_k, home)
+    packed = arrays.native_packed(*offsets, *maxima, total_q, total_k, home)
     call = describe_packed(
         native["q"],
         native["k"],

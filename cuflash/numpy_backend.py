@@ -75,9 +75,11 @@ def forward(
     """
     problem = call.problem
     if problem.is_packed:
-        blocks_of = {"block_q": block_q, "block_k": block_k}
         packed, lse = segments.forward(
-            call, call.q.dtype, problem.accumulator, lambda segment: forward(segment.call, **blocks_of)
+            call,
+            call.q.dtype,
+            problem.accumulator,
+            lambda part: forward(part.call, block_q=block_q, block_k=block_k),
         )
         if out is None:
             return packed, lse

@@ -36,8 +36,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "wide": {"head_dim": 24, "head_dim_v": 40},
     "narrow": {"head_dim": 40, "head_dim_v": 8, "causal": True},
     "everything": {
-        **{"heads_q": 4, "heads_k": 2, "causal": True, "window": (30, None), "softcap": 3.0, "alibi": True},
-        **{"scale": 0.4, "head_dim": 17, "head_dim_v": 12, "dlse": True},
+        "heads_q": 4,
+        "heads_k": 2,
+        "scale": 0.4,
+        "causal": True,
+        "window": (30, None),
+        "softcap": 3.0,
+        "alibi": True,
+        "head_dim": 17,
+        "head_dim_v": 12,
+        "dlse": True,
     },
 }
 
