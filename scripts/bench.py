@@ -5,6 +5,7 @@
     python scripts/bench.py --suite hopper --peers torch --out scripts/results/h200-hopper.json
     python scripts/bench.py --suite hopper --peers torch --out scripts/results/h200-hopper.json
     python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
+    python scripts/bench.py --suite packed --peers torch --out scripts/results/h200-packed.json
 
 Times on the GPU are sustained ones: batches of calls back to back, between two CUDA events.  Every system gets the same
 data, and what cuflash computes is compared with a peer once per shape: a kernel that is wrong posts no time.  Whatever
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ class Session:
         """Keep a row and show it."""
         row = {"topic": topic, "system": system, **values}
         self.rows.append(row)
-        keys = ("direction", "dtype", "seq_q", "head_dim", "causal", "pattern", "visible", "backend")
+        keys = ("direction", "dtype", "seq_q", "head_dim", "causal", "lengths", "pattern", "visible", "backend")
         shown = [f"{k}={row[k]}" for k in keys if row.get(k) is not None]
         measured = ("ms", "tflops", "us", "error", "peak_bytes", "extra_bytes", "failure")
         shown += [
@@ -572,11 +574,122 @@ def sparse_processor(session: Session) -> None:
                 session.add("sparse processor", "cuflash", direction=direction, **common, **row, ms=ms)
 
 
+def mixes(total: int) -> dict[str, list[int]]:
+    """Lengths of segments that together have so many rows."""
+    skewed = [total // 2, total // 4] + [total // 64] * 8
+    return {
+        "8 equal": [total // 8] * 8,
+        "skewed": skewed + [16] * ((total - sum(skewed)) // 16),
+        "all of 64": [64] * (total // 64),
+    }
+
+
+def packed_calls(
+    arrays: tuple[Array, ...], lengths: list[int], offsets: Array, causal: bool
+) -> dict[str, dict[str, Call]]:
+    """A packed call by direction and system; where lengths are equal, also the same as a batch."""
+    q, k, v, dout = (x[0].swapaxes(0, 1) for x in arrays)
+    longest = {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    out, lse = cuflash.attention_varlen(q, k, v, offsets, offsets, causal=causal, return_lse=True, **longest)
+    calls: dict[str, dict[str, Call]] = {
+        "forward": {
+            "cuflash": lambda: cuflash.attention_varlen(
+                q, k, v, offsets, offsets, causal=causal, return_lse=True, **longest
+            )
+        },
+        "backward": {
+            "cuflash": lambda: cuflash.attention_varlen_backward(
+                dout, q, k, v, offsets, offsets, out, lse, causal=causal, **longest
+            )
+        },
+    }
+    if len(set(lengths)) == 1:
+        batch = [x.reshape(len(lengths), lengths[0], *x.shape[1:]) for x in (q, k, v, dout)]
+        options: dict[str, Any] = {"causal": causal, "layout": "bshd"}
+        batch_out, batch_lse = cuflash.attention(*batch[:3], return_lse=True, **options)
+        calls["forward"]["cuflash batch"] = lambda: cuflash.attention(*batch[:3], return_lse=True, **options)
+        calls["backward"]["cuflash batch"] = lambda: cuflash.attention_backward(
+            batch[3], *batch[:3], batch_out, batch_lse, **options
+        )
+    return calls
+
+
+def packed_peer(
+    arrays: tuple[Array, ...], lengths: list[int], offsets: Array, causal: bool
+) -> tuple[dict[str, Call], dict[str, tuple[Array, ...]]]:
+    """PyTorch's FlashAttention-2 on the same packed arrays: its calls and results by direction."""
+    import torch
+
+    q, k, v, dout = (torch.from_dlpack(x)[0].transpose(0, 1).contiguous() for x in arrays)
+    bounds = torch.from_dlpack(offsets)
+    common = (bounds, bounds, max(lengths), max(lengths), 0.0, causal)
+    aten = torch.ops.aten
+
+    def forward() -> Any:
+        return aten._flash_attention_forward(q, k, v, *common, False)
+
+    out, lse, state, unused = forward()[:4]
+
+    def backward() -> Any:
+        return aten._flash_attention_backward(dout, q, k, v, out, lse, *common, state, unused)
+
+    return {"forward": forward, "backward": backward}, {"forward": (out,), "backward": tuple(backward()[:3])}
+
+
+def packed(session: Session) -> None:
+    """Packed sequences: equal ones beside the same batch, skewed ones, many short ones, and PyTorch's kernels."""
+    import cupy
+
+    total = 4096 if session.quick else 32768
+    for head_dim, causal, (mix, lengths) in product((64, 128), (False, True), mixes(total).items()):
+        heads = 2048 // head_dim
+        shape = Shape(1, heads, heads, total, total, head_dim, head_dim)
+        common: Row = {"dtype": "bfloat16", **asdict(shape), "causal": causal, "lengths": mix}
+        with session.part("packed", "cuflash", **common):
+            # Heads lie within rows, as packed arrays have them.
+            compact = Shape(1, total, total, heads, heads, head_dim, head_dim)
+            arrays = tuple(x.swapaxes(1, 2) for x in Data.make(compact, "bfloat16", with_tensors=False).arrays)
+            offsets = cupy.asarray(np.cumsum([0, *lengths]).astype(np.int32))
+            calls = packed_calls(arrays, lengths, offsets, causal)
+            if session.peers:
+                with session.part("packed", "fa2", **common):
+                    peer, expected = packed_peer(arrays, lengths, offsets, causal)
+                    for direction, call in peer.items():
+                        found = calls[direction]["cuflash"]()
+                        found = found[:1] if direction == "forward" else tuple(found)
+                        error = largest_difference(found, expected[direction])
+                        if not error <= LARGEST_DIFFERENCE["bfloat16"]:
+                            raise ArithmeticError(f"{direction}: cuflash differs by {error:.3g}")
+                        calls[direction]["fa2"] = call
+            pairs = [Shape(1, heads, heads, n, n, head_dim, head_dim) for n in lengths]
+            for direction, systems in calls.items():
+                operations = sum(each.operations(direction, causal) for each in pairs)
+                for system, ms in rotate(systems, session.rounds).items():
+                    row = {"direction": direction, **common, "ms": ms, "tflops": operations / ms / 1e9}
+                    session.add("packed", system, **row)
+
+
+def packed_processor(session: Session) -> None:
+    """The same for the NumPy backend."""
+    total = 512 if session.quick else 4096
+    shape = Shape(1, 8, 8, total, total, 64, 64)
+    clock = Clock(np)
+    for mix, lengths in mixes(total).items():
+        common: Row = {"dtype": "float32", **asdict(shape), "causal": True, "lengths": mix}
+        with session.part("packed processor", "cuflash", **common):
+            calls = packed_calls(shape.arrays("float32"), lengths, np.cumsum([0, *lengths]).astype(np.int32), True)
+            for direction, systems in calls.items():
+                for system, call in systems.items():
+                    ms = clock.milliseconds(call, 3 if session.quick else 7)
+                    session.add("packed processor", system, direction=direction, **common, ms=ms)
+
+
 #: suite -> its parts on a GPU, and those that need none
 SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[Session], None], ...]]] = {
     "foundation": ((tensor_cores, wide_types, memory, host_time, first_call), (processor,)),
     "hopper": ((hopper,), ()),
     "sparse": ((sparse,), (sparse_processor,)),
+    "packed": ((packed,), (packed_processor,)),
 }
 
 

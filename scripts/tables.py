@@ -284,6 +284,24 @@ def sparse(rows: list[Row]) -> str:
     return markdown(header, lines, left=3)
 
 
+def packed(rows: list[Row]) -> str:
+    """Times by the mix of lengths, a column for each system."""
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    groups: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("head_dim", "causal", "lengths", "direction"))
+        groups.setdefault(key, {})[row["system"]] = row
+    lines = []
+    for (head_dim, causal, lengths, direction), by_system in groups.items():
+        row = next(iter(by_system.values()))
+        cells = [text.milliseconds(by_system[s]["ms"]) if s in by_system else "-" for s in systems]
+        shape = f"{row['seq_q']} x {row['heads_q']} x {head_dim}, {row['dtype']}"
+        lines.append((shape, "causal" if causal else "full", lengths, direction, *cells))
+    names = {"cuflash": "cuflash, packed", "cuflash batch": "cuflash, as a batch", "fa2": "FlashAttention-2, packed"}
+    header = ("rows x heads x head_dim", "mask", "lengths", "direction", *(names.get(s, s) for s in systems))
+    return markdown(header, lines, left=4)
+
+
 TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "speed": speed,
     "precision": precision,
@@ -293,6 +311,8 @@ TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "processor": processor,
     "sparse": sparse,
     "sparse processor": sparse,
+    "packed": packed,
+    "packed processor": packed,
 }
 
 

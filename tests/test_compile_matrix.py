@@ -100,6 +100,14 @@ def entries() -> Iterator[Entry]:
         yield Entry(arch, dtype, 64, 64, "sparse-causal")
         yield Entry(arch, dtype, 128, 128, "sparse-causal", aligned=False)
         yield Entry(arch, dtype, 128, 128, "sparse-everything")
+    for (arch, dtype), sizes, turns in product(
+        ((75, "float16"), (80, "bfloat16"), (90, "bfloat16")), ((64, 64), (128, 128), (192, 128)), (False, True)
+    ):
+        yield Entry(arch, dtype, *sizes, "packed-causal", deterministic=turns)
+    for arch, dtype, size in product((75, 90), ("float32", "float64"), (64, 128)):
+        yield Entry(arch, dtype, size, size, "packed-causal", deterministic=True)
+    for arch, dtype in ((75, "float16"), (80, "bfloat16"), (90, "float32")):
+        yield Entry(arch, dtype, 128, 128, "packed-everything", aligned=False, deterministic=True)
     # What takes the most registers of each tile; what many modifiers take is much the same for all head sizes.
     for sizes, option in product(HOPPER_SIZES, ("plain", "causal")):
         yield hopper("bfloat16", sizes, option)

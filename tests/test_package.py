@@ -344,6 +344,18 @@ def test_bench_measures_sparsity(tmp_path, monkeypatch):
     assert sum("| forward | blocks of 128 |" in line for line in lines) == 1
 
 
+def test_bench_measures_packed_sequences(tmp_path, monkeypatch):
+    out = tmp_path / "cpu-packed.json"
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--suite", "packed", "--cpu", "--quick", "--out", str(out)])
+    assert bench.main() == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert not [row for row in rows if row.get("failure")]
+    assert all(sum(lengths) == 32768 for lengths in bench.mixes(32768).values())
+    assert {(row["system"], row["lengths"]) for row in rows} >= {("cuflash", "skewed"), ("cuflash batch", "8 equal")}
+    lines = tables.table(out, "packed processor").splitlines()
+    assert sum("| skewed | forward |" in line for line in lines) == 1
+
+
 def test_bench_keeps_going_after_a_failure(capsys):
     session = bench.Session(quick=True, peers=False)
     with session.part("speed", "fa2", dtype="bfloat16"):
