@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cuflash import segments
+from cuflash import segments, source
 from cuflash.problem import Call
+from cuflash.variant import Variant
 from tests.emulator import kernels
+from tests.emulator.mutants import mutate
 from tests.emulator.test_mma import target_id
 from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
 from tests.emulator.test_simt import tile as simt_tile  # noqa: F401 (a fixture)
@@ -211,3 +213,69 @@ def test_offsets_that_nobody_checked_reach_nothing_outside(name: str, target: tu
         out, lse = np.nan_to_num(out), np.nan_to_num(lse)
         for deterministic in (False, True):
             kernels.backward(wrong, out, lse, dout, dlse, target[0], seed, deterministic=deterministic)
+
+
+# ---- bugs sown on purpose --------------------------------------------------------------------------------------------------
+def run_pack(arch: int, dtype: str, text: Callable[[Variant], str]) -> None:
+    """Rows that belong to no segment hold NaN, and their gradients must be 0."""
+    call, dout, dlse = replace(PACK, dtype=dtype, causal=True, heads_q=4, dlse=True).call()
+    for x, rows in ((call.q, 9), (dout, 9), (call.k, 37), (call.v, 37)):
+        x[..., -rows:, :] = np.nan
+    judge = Judge(call, dout, dlse)
+    out, lse = kernels.forward(call, arch, 1, text=text)
+    judge.check_forward(out, lse)
+    judge.check_backward(kernels.backward(call, out, lse, dout, dlse, arch, 1, text=text, deterministic=True))
+
+
+def run_bad_offsets(arch: int, dtype: str, text: Callable[[Variant], str]) -> None:
+    call, dout, dlse = replace(PACK, dtype=dtype, causal=True, dlse=True).call()
+    for values in BAD.values():
+        bad = np.array(values, np.int32)[None, :, None]
+        wrong = replace(call, operands={"segments_q": bad, "segments_k": bad})
+        out, lse = kernels.forward(wrong, arch, 1, text=text)
+        out, lse = np.nan_to_num(out), np.nan_to_num(lse)
+        kernels.backward(wrong, out, lse, dout, dlse, arch, 1, text=text, deterministic=True)
+
+
+Trial = Callable[[int, str, Callable[[Variant], str]], None]
+#: what is wrong -> the text of attention/index.cuh, what takes its place, and who notices
+MUTANTS: dict[str, tuple[str, str, Trial]] = {
+    "queries of the first segment": ("return queries.begin * view.row;", "return 0;", run_pack),
+    "keys of the first segment": ("return keys.begin * view.row;", "return 0;", run_pack),
+    "sums of segments overlap": (
+        "(queries.begin / kTile + index) * kTile;",
+        "queries.begin / kTile * kTile;",
+        run_pack,
+    ),
+    "the diagonal is the corner": ("? seq_k(p) - seq_q(p) : 0;", "? 0 : 0;", run_pack),
+    "tiles of one segment": ("return p.seq_q / kTile + p.segment_count + 1;", "return p.seq_q / kTile + 1;", run_pack),
+    "rows behind are the last segment's": (
+        "high = count;\n    while",
+        "high = max(count - 1, 0);\n    while",
+        run_pack,
+    ),
+    "rows behind see keys behind": ("if (index == p.segment_count) keys = {0, 0};", "", run_pack),
+    "keys behind are seen": ("if (index == p.segment_count) queries = {0, 0};", "", run_pack),
+    "offsets go anywhere": ("min(max(at[i * stride], 0), total)", "at[i * stride]", run_bad_offsets),
+    "turns of half a segment": (
+        "return offsets.segment_of(first, kTile) == index && offsets.segment_of(last, kTile) == index;",
+        "return true;",
+        run_bad_offsets,
+    ),
+}
+
+
+@small
+@pytest.mark.parametrize("target", [(80, "bfloat16"), (80, "float32")], ids=target_id)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_noticed(name: str, target: tuple[int, str]) -> None:
+    old, new, trial = MUTANTS[name]
+    with pytest.raises((AssertionError, kernels.EmulatorError)):
+        trial(*target, lambda variant: mutate(source.build(variant), old, new))
+
+
+@small
+@pytest.mark.parametrize("target", [(80, "bfloat16"), (80, "float32")], ids=target_id)
+@pytest.mark.parametrize("trial", [run_pack, run_bad_offsets])
+def test_kernels_without_a_bug_pass(trial: Trial, target: tuple[int, str]) -> None:
+    trial(*target, source.build)
