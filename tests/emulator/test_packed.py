@@ -119,11 +119,16 @@ def test_offsets_of_any_stride(target: tuple[int, str]) -> None:
 
 
 # ---- the same bits alone and in a pack -----------------------------------------------------------------------------------
-def results(call: Call, dout: Any, dlse: Any, arch: int, seed: int) -> list[np.ndarray]:
+def results(call: Call, dout: Any, dlse: Any, arch: int, seed: int, backend: str | None = None) -> list[np.ndarray]:
     """out, lse, dq, dk and dv."""
-    out, lse = kernels.forward(call, arch, seed)
-    gradients = kernels.backward(call, out, lse, dout, dlse, arch, seed, deterministic=True, residents=2)
+    options: dict[str, Any] = {"requested": backend, "residents": 2}
+    out, lse = kernels.forward(call, arch, seed, **options)
+    gradients = kernels.backward(call, out, lse, dout, dlse, arch, seed, deterministic=True, **options)
     return [out, lse[..., None], *gradients]
+
+
+def backend_of(target: tuple[int, str]) -> str:
+    return "mma" if target[1] in ("float16", "bfloat16") else "simt"
 
 
 def of_segment(found: list[np.ndarray], part: segments.Segment) -> list[np.ndarray]:
@@ -145,7 +150,8 @@ def test_a_segment_has_the_bits_of_a_call_of_its_own(name: str, target: tuple[in
     found = results(call, dout, dlse, target[0], 1)
     for number, part in enumerate(segments.cut(call)):
         own = dout[..., part.rows, :], None if dlse is None else dlse[..., part.rows]
-        assert_same_bits(of_segment(found, part), results(part.call, *own, target[0], 2))
+        attention = results(part.call, *own, target[0], 2, backend_of(target))
+        assert_same_bits(of_segment(found, part), attention)
         assert_same_bits(of_segment(found, part), results(alone(call, number)[0], *own, target[0], 3))
 
 
@@ -165,7 +171,8 @@ def test_16_bit_segments_have_the_bits_of_attention(target: tuple[int, str]) -> 
     call, dout, _ = Pack((3, 70, 100), (9, 200, 65), dtype=target[1], head_dim=64, causal=True).call()
     found = results(call, dout, None, target[0], 1)
     for part in list(segments.cut(call))[1:]:
-        assert_same_bits(of_segment(found, part), results(part.call, dout[..., part.rows, :], None, target[0], 2))
+        attention = results(part.call, dout[..., part.rows, :], None, target[0], 2, backend_of(target))
+        assert_same_bits(of_segment(found, part), attention)
 
 
 # ---- what must not matter ------------------------------------------------------------------------------------------------
