@@ -22,6 +22,7 @@ GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
 CACHED_BYTES = 32 << 20  # keys and values that should stay in the second-level cache
 MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
+TILE_BYTES = 28  # what consumers are told of a tile of queries
 SCORED = 8  # weight of what looks at single scores
 FULL_SECTION = 16  # heads at once without a causal mask: more pay only for balance
 
@@ -54,7 +55,6 @@ class ForwardWgmma:
     query_stages: int
     separate_out: bool
     continuous: bool
-    takes_turns: bool
     optimistic: bool
     producer_registers: int
     consumer_registers: int
@@ -82,7 +82,9 @@ class ForwardWgmma:
         queries = self.query_stages * panel_bytes(self.block_q, self.head_dim)
         keys = self.stages * (panel_bytes(self.block_k, self.head_dim) + panel_bytes(self.block_k, self.head_dim_v))
         out = panel_bytes(self.block_q, self.head_dim_v) if self.separate_out else 16
-        channels = channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + 4 * self.query_stages
+        channels = (
+            channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + 2 * self.query_stages * TILE_BYTES
+        )
         return padded(queries + keys + out + channels, 1024)
 
     def blocks(self, problem: Problem) -> int:
@@ -229,7 +231,6 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
             query_stages=tile.query_stages,
             separate_out=tile.query_stages > 1 or wide_out,
             continuous=tile.continuous,
-            takes_turns=tile.takes_turns,
             optimistic=tile.optimistic,
             producer_registers=producer,
             consumer_registers=consumer,
