@@ -23,6 +23,7 @@ MAX_HEAD_DIM = 256
 CACHED_BYTES = 32 << 20  # keys and values that should stay in the second-level cache
 MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
 TILE_BYTES = 28  # what consumers are told of a tile of queries
+WORK_BYTES = 48  # what a block of the backward is told of its tile of keys
 SCORED = 8  # weight of what looks at single scores
 FULL_SECTION = 16  # heads at once without a causal mask: more pay only for balance
 
@@ -148,9 +149,9 @@ class BackwardWgmma:
     def shared_bytes(self, itemsize: int) -> int:
         keys = panel_bytes(self.block_k, self.dq_width) + panel_bytes(self.block_k, self.head_dim_v)
         queries = panel_bytes(self.block_q, self.head_dim) + panel_bytes(self.block_q, self.head_dim_v)
-        statistics = (2 * 4 + 1) * self.block_q
+        statistics = 2 * 4 * self.block_q
         gradients = 2 * panel_bytes(self.block_k, self.block_q)
-        channels = 4 + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
+        channels = WORK_BYTES + 4 + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
         return padded(keys + self.stages * (queries + statistics) + gradients + self.exchanged_bytes + channels, 1024)
 
     def blocks(self, problem: Problem) -> int:
