@@ -40,7 +40,6 @@ class ForwardWgmmaTile(NamedTuple):
     stages: int
     query_stages: int
     continuous: bool
-    takes_turns: bool = True
     optimistic: bool = True
     max_seq_q: int = 1 << 31
     max_weight: int = 1 << 31  # schedules/wgmma.py, `weight`
@@ -89,7 +88,7 @@ FORWARD_WGMMA = (
     ForwardWgmmaTile(192, 128, 128, 2, 1, continuous=False, max_weight=9),
     ForwardWgmmaTile(192, 128, 96, 2, 1, continuous=False, max_weight=9),
     ForwardWgmmaTile(192, 128, 64, 2, 1, continuous=False),
-    ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, takes_turns=False, max_weight=7),
-    ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False, takes_turns=False, max_weight=13),
-    ForwardWgmmaTile(256, 128, 16, 2, 1, continuous=False, takes_turns=False),
+    ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, max_weight=7),
+    ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False, max_weight=13),
+    ForwardWgmmaTile(256, 128, 16, 2, 1, continuous=False),
 )

@@ -60,7 +60,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
       TileStatistics<kRows>& tile = static_cast<TileStatistics<kRows>*>(p.statistics)[line / kRows];
       tile.shift[line % kRows] = statistics.shift;
       tile.delta[line % kRows] = statistics.delta;
-      tile.far[line % kRows] = !is_near(statistics);
     } else {
       static_cast<RowStatistics*>(p.statistics)[line] = statistics;
     }

@@ -70,7 +70,7 @@ struct Consumer {
     if (!kRecomputes) return at.number();
     return (here().batch * p.heads_q + at.head) * (p.rows_padded / Config::kBlockQ) + at.tile;
   }
-  __device__ __forceinline__ Work here() const { return kRecomputes ? Work(p, block_number(shared.channels)) : work; }
+  __device__ const __forceinline__ Work& here() const { return kRecomputes ? shared.channels.work : work; }
 
   // ---- products: issued as one group each ----
   __device__ __forceinline__ void issue_scores(float (&s)[ScoreFragment::kSize]) const {
@@ -136,16 +136,17 @@ struct Consumer {
   __device__ __forceinline__ void form_gradients(float (&s)[ScoreFragment::kSize], float (&dp)[ScoreFragment::kSize]) {
     wgmma_wait_group<Config::kLateDp ? 0 : 1>();
     pin(s);
-    const Work now = here();
+    const Work& now = here();
     const u32 thread = own_thread();
     const ScoreFragment s_at(warp_key(thread), 0, thread);
     const Corner corner{at.tile * Config::kBlockQ, now.keys.begin};
+    const int first_key = corner.k + own_rows();
     Place place = now.place;
     place.head = at.head;
     ScoreSlopes<ScoreFragment> slopes;
     scores_of<true>(
         s, slopes, s_at, p, place, corner,
-        tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {corner.k, corner.k + Config::kBlockK}));
+        tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {first_key, first_key + kWarpgroupRows}));
     const Statistics& statistics = shared.channels.statistics[cursor.slot];
     probabilities_of(s, s_at, statistics, p);
     probabilities.pack<Element>(s);
@@ -233,8 +234,7 @@ struct Consumer {
   // ---- what stays ----
   template <class Tile, int kSize>
   __device__ __forceinline__ void store(Tile& tile, const float (&x)[kSize], float scale, const TensorMap& map) const {
-    store_gradient(tile, group * kWarpgroupRows, x, scale, map, Work(p, block_number(shared.channels)),
-                   kGroupBarrier + group);
+    store_gradient(tile, group * kWarpgroupRows, x, scale, map, shared.channels.work, kGroupBarrier + group);
   }
 };
 
@@ -252,13 +252,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
   if constexpr (Config::kDeterministic) start_number(static_cast<u32*>(p.turns), &shared.channels.started);
-  const Work work(p, block_number(shared.channels));
   if (threadIdx.x == 0) {
+    set_work(p, shared.channels);
     shared.channels.init(kWarps);
     shared.gradients.init(kGroups, kWarps);
     fence_mbarrier_init();
   }
   __syncthreads();
+  const Work work = shared.channels.work;
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();

@@ -24,6 +24,7 @@ struct InputChannels {
   Statistics statistics[Config::kStages];
   Channel<1> keys;
   Channel<Config::kStages> queries, douts;
+  Work work;
   u32 started;  // blocks before this one, where they take turns
 
   // By one thread, before a barrier of the block; `readers` give back a slot.
@@ -34,9 +35,10 @@ struct InputChannels {
   }
 };
 
-// The number of this block: its place in the grid, or where blocks wait for each other, in the order in which they start.
-__device__ __forceinline__ int block_number(const InputChannels& channels) {
-  return Config::kDeterministic ? int(channels.started) : recomputed(blockIdx.x);
+// One thread, before a barrier of the block: the block's number is its place in the grid, or where blocks wait for each other,
+// the order in which they start.
+__device__ __forceinline__ void set_work(const Params& p, InputChannels& channels) {
+  channels.work = Work(p, Config::kDeterministic ? int(channels.started) : int(blockIdx.x));
 }
 // Of the sums of one tile of queries, one for each consumer.
 __device__ __forceinline__ u32* turn_counter(const Params& p, int tile, int group) {
@@ -91,23 +93,14 @@ __device__ __forceinline__ void await_keys(const Params& p, InputTiles& tiles, I
 template <class Fragment>
 __device__ __forceinline__ void probabilities_of(float (&s)[Fragment::kSize], const Fragment& f,
                                                  const Statistics& statistics, const Params& p) {
-  const auto replace = [&](auto probability) {
 #pragma unroll
-    for (int i = 0; i < Fragment::kSize; i += 4) {
-      const Pair<float> shift = load_pair(statistics.shift + f.column(i));
-      s[i] = probability(s[i], shift.first);
-      s[i + 1] = probability(s[i + 1], shift.second);
-      s[i + 2] = probability(s[i + 2], shift.first);
-      s[i + 3] = probability(s[i + 3], shift.second);
-    }
-  };
-  constexpr int kWords = Config::kBlockQ / 4;
-  bool far = Config::kLateDp;  // which leaves no registers to ask
-  if (!far) far = __any_sync(0xffffffffu, reinterpret_cast<const u32*>(statistics.far)[threadIdx.x % kWords] != 0);
-  if (far)
-    replace([&](float x, float shift) { return probability(x, shift, p); });
-  else
-    replace([&](float x, float shift) { return near_probability(x, shift, p); });
+  for (int i = 0; i < Fragment::kSize; i += 4) {
+    const Pair<float> shift = load_pair(statistics.shift + f.column(i));
+    s[i] = probability(s[i], shift.first, p);
+    s[i + 1] = probability(s[i + 1], shift.second, p);
+    s[i + 2] = probability(s[i + 2], shift.first, p);
+    s[i + 3] = probability(s[i + 3], shift.second, p);
+  }
 }
 // In place: P -> the gradients of the scores.
 template <class Fragment>

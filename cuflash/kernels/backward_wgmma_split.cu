@@ -241,14 +241,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
   if constexpr (Config::kDeterministic) start_number(static_cast<u32*>(p.turns), &shared.channels.started);
-  const Work work(p, block_number(shared.channels));
   if (threadIdx.x == 0) {
+    set_work(p, shared.channels);
     shared.channels.init(kGroups * kGroupWarps);
     shared.probabilities.init(kGroupWarps, kGroupWarps);
     shared.gradients.init(kGroups * kGroupWarps, kGroupWarps);
     fence_mbarrier_init();
   }
   __syncthreads();
+  const Work work = shared.channels.work;
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();

@@ -3,10 +3,10 @@
 // Job: blocks stay on their multiprocessor and work through tiles of queries.  Warpgroup 0 produces: one thread has the tensor
 // memory accelerator load queries, keys and values ahead of use.  The other warpgroups own 64 query rows each and keep two
 // products in flight: the scores of a block of keys, and P V of the block before, so that the softmax of one block runs under
-// the product of the other.  Where a second tile of queries fits, this pipeline does not stop between tiles.  Warpgroups take
-// turns at issuing, so that the softmax of one runs under the products of the other.
+// the product of the other.  Where a second tile of queries fits, this pipeline does not stop between tiles.
 // Invariants: producer and consumers walk the same blocks in the same order, at least one per tile; keys are walked in
-// descending order, so that hidden ones come first; a tile's number travels with its queries, -1 after the last.
+// descending order, so that hidden ones come first, and a warpgroup hands back unread what none of its own rows sees; what a
+// tile is travels with its queries.
 // Source: FlashAttention-3 (arXiv:2407.08608), algorithms 1 and 2.
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "hw/gemm_mma.cuh"
@@ -14,12 +14,20 @@
 #include "attention/epilogue.cuh"
 
 constexpr int kGroups = Config::kBlockQ / kWarpgroupRows;  // of consumers
-constexpr int kTurnBarrier = 1, kGroupBarrier = kTurnBarrier + kGroups, kAllBarrier = kGroupBarrier + kGroups;
+constexpr int kGroupBarrier = 1, kAllBarrier = kGroupBarrier + kGroups;
 
 typedef PanelTile<Config::kBlockQ, Config::kHeadDim> QueryTile;
 typedef PanelTile<Config::kBlockK, Config::kHeadDim> KeyTile;
 typedef PanelTile<Config::kBlockK, Config::kHeadDimV> ValueTile;
 typedef PanelTile<Config::kBlockQ, Config::kHeadDimV> OutTile;
+
+// A tile of queries.
+struct Tile {
+  int row;                  // the first one; below 0 after the last tile
+  int head, head_k, batch;  // of the queries; that of the keys; entry, all batch axes merged
+  int key_count;
+  Range blocks;  // of keys, that some of the queries see
+};
 
 struct SharedStorage {
   QueryTile q[Config::kQueryStages];
@@ -28,7 +36,7 @@ struct SharedStorage {
   alignas(Config::kSeparateOut ? 1024 : 16) unsigned char out_data[Config::kSeparateOut ? OutTile::kBytes : 16];
   Channel<Config::kQueryStages> queries;
   Channel<Config::kStages> keys, values;
-  int tile[Config::kQueryStages];
+  Tile tiles[2 * Config::kQueryStages];  // twice as many: one is still asked about when its queries have been replaced
 
   // Without a place of its own, the output of a warpgroup takes that of its queries, panel by panel.
   __device__ __forceinline__ OutTile& out() {
@@ -53,52 +61,56 @@ constexpr bool kGuesses = Config::kOptimistic && Score::kIdentity && !Visibility
 constexpr int kReaderThreads = kGuesses ? 32 : kWarpgroupThreads,
               kReaders = kGroups * kWarpgroupThreads / kReaderThreads;
 
-// A tile of queries.  Some heads at a time, so that their keys and values stay in the cache; among these the tiles that see
-// the most keys first, the last queries under a causal mask.
-struct Work {
+// Some heads at a time, so that their keys and values stay in the cache; among these the tiles that see the most keys first,
+// the last queries under a causal mask.
+__device__ __forceinline__ Tile tile_of(const Params& p, int index) {
+  const int heads = p.batch_size * p.heads_q, query_tiles = tiles_of(p.seq_q, Config::kBlockQ);
+  const int first_head = index / (p.section * query_tiles) * p.section, width = min(p.section, heads - first_head);
+  const int rest = index - first_head * query_tiles, head = first_head + rest % width;
+  Tile tile;
+  tile.row = (query_tiles - 1 - rest / width) * Config::kBlockQ;
+  tile.head = head % p.heads_q;
+  tile.batch = head / p.heads_q;
   Place place;
-  Range queries;
-  int batch;        // entry, all batch axes merged
-  int first, last;  // blocks of keys
-  Range open;       // those that every query sees whole
-
-  __device__ __forceinline__ Work(const Params& p, int tile) {
-    const int heads = p.batch_size * p.heads_q, query_tiles = tiles_of(p.seq_q, Config::kBlockQ);
-    const int first_head = tile / (p.section * query_tiles) * p.section, width = min(p.section, heads - first_head);
-    const int rest = tile - first_head * query_tiles, head = first_head + rest % width;
-    const int row = (query_tiles - 1 - rest / width) * Config::kBlockQ;
-    queries = {row, min(p.seq_q, row + Config::kBlockQ)};
-    batch = head / p.heads_q;
-    place.set_head(p, head % p.heads_q);
-    place.set_batch(p, batch);
-    place.key_count = Visibility::key_count(p, place);
-    const Range seen = keys_seen_by_any(p, place, queries);
-    first = seen.begin / Config::kBlockK;
-    last = max(first + 1, tiles_of(seen.end, Config::kBlockK));
-    const Range all = keys_seen_by_all(p, place, queries);
-    open = {tiles_of(all.begin, Config::kBlockK), all.end / Config::kBlockK};
-  }
-  __device__ __forceinline__ bool is_open(int block) const { return block >= open.begin && block < open.end; }
-};
-
+  place.set_head(p, tile.head);
+  place.set_batch(p, tile.batch);
+  tile.head_k = place.head_k;
+  place.key_count = tile.key_count = Visibility::key_count(p, place);
+  const Range seen = keys_seen_by_any(p, place, {tile.row, min(p.seq_q, tile.row + Config::kBlockQ)});
+  const int first = seen.begin / Config::kBlockK;
+  tile.blocks = {first, max(first + 1, tiles_of(seen.end, Config::kBlockK))};
+  return tile;
+}
 __device__ __forceinline__ int tile_count(const Params& p) {
   return p.batch_size * p.heads_q * tiles_of(p.seq_q, Config::kBlockQ);
 }
 
-// What the producer needs to know of a tile.
-struct Source {
-  int tile, row, head, head_k, batch, first, last;
+// What a warpgroup has to do with a tile.
+struct Work {
+  Place place;
+  int row;          // the tile's first
+  int first, last;  // blocks of keys that its own rows see
+  int skipped;      // blocks behind them that only others see
+  Range open;       // those that all of its rows see whole
 
-  __device__ __forceinline__ Source(const Params& p, int index) : tile(index < tile_count(p) ? index : -1) {
-    if (tile < 0) return;
-    const Work work(p, tile);
-    row = work.queries.begin;
-    head = work.place.head;
-    head_k = work.place.head_k;
-    batch = work.batch;
-    first = work.first;
-    last = work.last;
+  __device__ __forceinline__ Work(const Params& p, const Tile& tile, int group)
+      : row(tile.row), first(tile.blocks.begin), last(tile.blocks.end), skipped(0) {
+    place.head = tile.head;
+    place.head_k = tile.head_k;
+    place.set_batch(p, tile.batch);
+    place.key_count = tile.key_count;
+    const int own = row + group * kWarpgroupRows;
+    const Range rows{min(own, p.seq_q - 1), min(own + kWarpgroupRows, p.seq_q)};
+    if constexpr (Visibility::kNarrows) {
+      // Keys are skipped before values are, so no more than there is room for beside the first that are used.
+      const int seen = tiles_of(keys_seen_by_any(p, place, rows).end, Config::kBlockK);
+      skipped = min(last - max(first + 1, min(last, seen)), Config::kStages - 1);
+      last -= skipped;
+    }
+    const Range all = keys_seen_by_all(p, place, rows);
+    open = {tiles_of(all.begin, Config::kBlockK), all.end / Config::kBlockK};
   }
+  __device__ __forceinline__ bool is_open(int block) const { return block >= open.begin && block < open.end; }
 };
 
 // One thread of each block, when it takes no more: the last one leaves both words, tiles taken and blocks done, as they were
@@ -108,48 +120,58 @@ __device__ __forceinline__ void restart_counter(u32* taken) {
   if (atomicAdd(taken + 1, 1u) == gridDim.x - 1) taken[0] = taken[1] = 0;
 }
 
+__device__ __forceinline__ int place_of(const Cursor<Config::kQueryStages>& at) {  // of a tile in `tiles`
+  return at.slot + int(at.phase) * Config::kQueryStages;
+}
+
 // One thread: loads in the order in which the consumers use what is loaded.
 __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) {
   Cursor<Config::kQueryStages> q_at;
   Cursor<Config::kStages> k_at, v_at;
-  const auto load_q = [&](const Source& from) {
+  const auto load_q = [&](const Tile& tile) {
     q_at.wait_empty(shared.queries);
-    shared.tile[q_at.slot] = from.tile;
+    shared.tiles[place_of(q_at)] = tile;
     const u32 full = q_at.full(shared.queries);
-    if (from.tile < 0)
+    if (tile.row < 0)
       mbarrier_arrive(full);
     else
-      load_panels(shared.q[q_at.slot], p.q_map, full, {0, from.row, from.head, from.batch}, CachePolicy::kEvictFirst);
+      load_panels(shared.q[q_at.slot], p.q_map, full, {0, tile.row, tile.head, tile.batch}, CachePolicy::kEvictFirst);
     q_at.advance();
   };
-  const auto load_k = [&](const Source& from, int block) {
+  const auto load_k = [&](const Tile& tile, int block) {
     k_at.wait_empty(shared.keys);
     load_panels(shared.k[k_at.slot], p.k_map, k_at.full(shared.keys),
-                {0, block * Config::kBlockK, from.head_k, from.batch}, CachePolicy::kEvictLast);
+                {0, block * Config::kBlockK, tile.head_k, tile.batch}, CachePolicy::kEvictLast);
     k_at.advance();
   };
-  const auto load_v = [&](const Source& from, int block) {
+  const auto load_v = [&](const Tile& tile, int block) {
     v_at.wait_empty(shared.values);
     load_panels(shared.v[v_at.slot], p.v_map, v_at.full(shared.values),
-                {0, block * Config::kBlockK, from.head_k, from.batch}, CachePolicy::kEvictLast);
+                {0, block * Config::kBlockK, tile.head_k, tile.batch}, CachePolicy::kEvictLast);
     v_at.advance();
+  };
+  const auto taken_tile = [&](int index) {
+    Tile tile;
+    tile.row = -1;
+    if (index < tile_count(p)) tile = tile_of(p, index);
+    return tile;
   };
 
   // The first tiles are the blocks' own numbers; then each takes the next one that nobody has, or without a counter every
   // gridDim-th.
   u32* taken = static_cast<u32*>(p.tile_counter);
   int index = blockIdx.x;
-  Source now(p, index);
+  Tile now = taken_tile(index);
   load_q(now);
-  load_k(now, now.last - 1);
-  while (now.tile >= 0) {
+  load_k(now, now.blocks.end - 1);
+  while (now.row >= 0) {
     index = (taken ? int(atomicAdd(taken, 1u)) : index) + int(gridDim.x);
-    const Source next(p, index);
+    const Tile next = taken_tile(index);
     bool announced = false;
-    for (int block = now.last - 2; block >= now.first; --block) {
+    for (int block = now.blocks.end - 2; block >= now.blocks.begin; --block) {
       load_k(now, block);
       // With the third block of keys the consumers have left the tile before, and its queries are free.
-      if (Config::kQueryStages > 1 && now.last - block == 3) {
+      if (Config::kQueryStages > 1 && now.blocks.end - block == 3) {
         load_q(next);
         announced = true;
       }
@@ -157,11 +179,11 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
     }
     if (Config::kQueryStages > 1) {
       if (!announced) load_q(next);
-      if (next.tile >= 0) load_k(next, next.last - 1);
-      load_v(now, now.first);
+      if (next.row >= 0) load_k(next, next.blocks.end - 1);
+      load_v(now, now.blocks.begin);
     } else {  // the next queries wait for the epilogue, keys and values need not
-      load_v(now, now.first);
-      if (next.tile >= 0) load_k(next, next.last - 1);
+      load_v(now, now.blocks.begin);
+      if (next.row >= 0) load_k(next, next.blocks.end - 1);
       load_q(next);
     }
     now = next;
@@ -176,7 +198,6 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   // Worked out anew where it is rarely needed.
   const auto warp_row = [&] { return group * kWarpgroupRows + recomputed(threadIdx.x) % kWarpgroupThreads / 32 * 16; };
   const ScoreFragment s_at(group * kWarpgroupRows + thread / 32 * 16, 0, threadIdx.x);
-  const Turns<kTurnBarrier, kGroups> turns{group};
   const u64 q_operand = operand(shared.q[0], group * kWarpgroupRows), k_operand = operand(shared.k[0]),
             v_operand = operand(shared.v[0]);
   Cursor<Config::kQueryStages> q_at;
@@ -184,9 +205,10 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   float s[ScoreFragment::kSize], o[OutFragment::kSize], alpha[ScoreFragment::kSlots];
   RegisterOperand<Config::kBlockK / 16> probabilities;
 
+  // Waits for it; where it stands in `tiles`, -1 after the last.
   const auto next_tile = [&] {
     q_at.wait_full(shared.queries);
-    return shared.tile[q_at.slot];
+    return shared.tiles[place_of(q_at)].row < 0 ? -1 : place_of(q_at);
   };
   const auto issue_scores = [&] {
     wgmma_rows_rows<Config::kHeadDim, QueryTile, KeyTile>(s, q_operand + q_at.slot * (QueryTile::kBytes >> 4),
@@ -239,7 +261,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     if (found && !moved) return false;
     if (!found) {
       ScoreSlopes<ScoreFragment> slopes;
-      scores_of<false>(s, slopes, s_at, p, work.place, {work.queries.begin, block * Config::kBlockK}, open);
+      scores_of<false>(s, slopes, s_at, p, work.place, {work.row, block * Config::kBlockK}, open);
       bool subtracted = false;
       moved = softmax.rebase(s, alpha, subtracted, p);
       softmax.exponentiate(s, subtracted, p);
@@ -247,12 +269,33 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     if constexpr (kGuesses) trusted = softmax.may_guess(p);
     return moved;
   };
+  // Nobody may hand back before all have seen that it is there: who comes late, without a product to hold the others, would
+  // find the slot full again and take it for the time before.
+  const auto skip_keys = [&](const Work& work) {
+    for (int rest = work.skipped; rest > 0; --rest) {
+      k_at.wait_full(shared.keys);
+      if (kGuesses)
+        __syncwarp();
+      else
+        bar_sync(kGroupBarrier + group, kWarpgroupThreads);
+      release_keys();
+      k_at.advance();
+    }
+  };
+  const auto skip_values = [&](const Work& work) {
+    for (int rest = work.skipped; rest > 0; --rest) {
+      clean_values(work, work.last + rest - 1);
+      v_at.wait_full(shared.values);
+      bar_sync(kGroupBarrier + group, kWarpgroupThreads);
+      release_values();
+    }
+  };
   const auto first_step = [&](Softmax& softmax, const Work& work) {
     const int block = work.last - 1;
     softmax_step(softmax, work, block, work.is_open(block), false);
   };
   const auto store = [&](Softmax& softmax, int tile) {
-    const Work done(p, tile);
+    const Tile& done = shared.tiles[tile];
     softmax.finish();
     OutTile& out = shared.out();
     if (Config::kSeparateOut) {
@@ -268,18 +311,22 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     bar_sync(kGroupBarrier + group, kWarpgroupThreads);
     if (elected) {
       const int first = group * kWarpgroupRows;
-      store_panels(out, first, p.out_map, {0, done.queries.begin + first, done.place.head, done.batch});
+      store_panels(out, first, p.out_map, {0, done.row + first, done.head, done.batch});
       cp_async_bulk_commit_group();
       if (!Config::kSeparateOut) cp_async_bulk_wait_group_read<0>();
     }
     if (!Config::kSeparateOut) release_queries();
-    store_lse(softmax, ScoreFragment(warp_row(), 0, recomputed(threadIdx.x)), p, done.place, done.queries);
+    Place place;
+    place.head = done.head;
+    place.set_batch(p, done.batch);
+    store_lse(softmax, ScoreFragment(warp_row(), 0, recomputed(threadIdx.x)), p, place,
+              {done.row, min(p.seq_q, done.row + Config::kBlockQ)});
   };
 
-  if (Config::kTakesTurns) turns.open();
   int tile = next_tile();  // the grid is no larger than the number of tiles
-  Work work(p, tile);
+  Work work(p, shared.tiles[tile], group);
   Softmax softmax;
+  skip_keys(work);
   k_at.wait_full(shared.keys);
   wgmma_fence();
   issue_scores();
@@ -289,17 +336,16 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   for (;;) {
     probabilities.pack<Element>(s);
     clear(o);
+    skip_values(work);
     for (int block = work.last - 2; block >= work.first; --block) {
       clean_values(work, block + 1);
       k_at.wait_full(shared.keys);
-      if (Config::kTakesTurns) turns.take();
       pin(probabilities);
       wgmma_fence();
       issue_scores();
       v_at.wait_full(shared.values);
       wgmma_fence();
       issue_output();
-      if (Config::kTakesTurns) turns.pass();
       // Only the first block reaches beyond the last key.
       const bool open = !Visibility::kNarrows || work.is_open(block);
       const bool guesses = kGuesses && open && trusted;
@@ -322,21 +368,20 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     if constexpr (Config::kContinuous) {
       q_at.advance();
       tile = next_tile();
-      if (tile >= 0) k_at.wait_full(shared.keys);
-      if (Config::kTakesTurns) turns.take();
+      if (tile >= 0) {
+        work = Work(p, shared.tiles[tile], group);
+        skip_keys(work);
+        k_at.wait_full(shared.keys);
+      }
       pin(probabilities);
       wgmma_fence();
       issue_scores();  // after the last tile: of what lies there, and not used
       v_at.wait_full(shared.values);
       wgmma_fence();
       issue_output();
-      if (Config::kTakesTurns) turns.pass();
       wgmma_wait_group<1>();
       pin(s);
-      if (tile >= 0) {
-        work = Work(p, tile);
-        first_step(softmax, work);
-      }
+      if (tile >= 0) first_step(softmax, work);
       wgmma_wait_group<0>();
       pin(o);
       pin(probabilities);
@@ -357,7 +402,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       q_at.advance();
       tile = next_tile();
       if (tile < 0) break;
-      work = Work(p, tile);
+      work = Work(p, shared.tiles[tile], group);
+      skip_keys(work);
       k_at.wait_full(shared.keys);
       wgmma_fence();
       issue_scores();

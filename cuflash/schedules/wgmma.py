@@ -22,6 +22,8 @@ GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
 CACHED_BYTES = 32 << 20  # keys and values that should stay in the second-level cache
 MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
+TILE_BYTES = 28  # what consumers are told of a tile of queries
+WORK_BYTES = 48  # what a block of the backward is told of its tile of keys
 SCORED = 8  # weight of what looks at single scores
 FULL_SECTION = 16  # heads at once without a causal mask: more pay only for balance
 
@@ -54,7 +56,6 @@ class ForwardWgmma:
     query_stages: int
     separate_out: bool
     continuous: bool
-    takes_turns: bool
     optimistic: bool
     producer_registers: int
     consumer_registers: int
@@ -82,7 +83,9 @@ class ForwardWgmma:
         queries = self.query_stages * panel_bytes(self.block_q, self.head_dim)
         keys = self.stages * (panel_bytes(self.block_k, self.head_dim) + panel_bytes(self.block_k, self.head_dim_v))
         out = panel_bytes(self.block_q, self.head_dim_v) if self.separate_out else 16
-        channels = channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + 4 * self.query_stages
+        channels = (
+            channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + 2 * self.query_stages * TILE_BYTES
+        )
         return padded(queries + keys + out + channels, 1024)
 
     def blocks(self, problem: Problem) -> int:
@@ -146,9 +149,9 @@ class BackwardWgmma:
     def shared_bytes(self, itemsize: int) -> int:
         keys = panel_bytes(self.block_k, self.dq_width) + panel_bytes(self.block_k, self.head_dim_v)
         queries = panel_bytes(self.block_q, self.head_dim) + panel_bytes(self.block_q, self.head_dim_v)
-        statistics = (2 * 4 + 1) * self.block_q
+        statistics = 2 * 4 * self.block_q
         gradients = 2 * panel_bytes(self.block_k, self.block_q)
-        channels = 4 + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
+        channels = WORK_BYTES + 4 + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
         return padded(keys + self.stages * (queries + statistics) + gradients + self.exchanged_bytes + channels, 1024)
 
     def blocks(self, problem: Problem) -> int:
@@ -231,7 +234,6 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
             query_stages=tile.query_stages,
             separate_out=tile.query_stages > 1 or wide_out,
             continuous=tile.continuous,
-            takes_turns=tile.takes_turns,
             optimistic=tile.optimistic,
             producer_registers=producer,
             consumer_registers=consumer,

@@ -30,7 +30,6 @@ TILES = {
     "continuous": TILE,
     "two tiles of queries": TILE._replace(continuous=False),
     "one tile of queries": TILE._replace(continuous=False, query_stages=1),
-    "one tile without turns": TILE._replace(continuous=False, query_stages=1, takes_turns=False),
     "three warpgroups": TILE._replace(block_q=192, continuous=False, stages=3),
     "four warpgroups": TILE._replace(block_q=256, block_k=16, stages=4),
 }

@@ -168,8 +168,9 @@ struct Place : Segment<kPacked> {
   __device__ __forceinline__ void set_batch(const Params& p, int index) {
 #pragma unroll
     for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
-      batch[axis] = index % p.batch_sizes[axis];
-      index /= p.batch_sizes[axis];
+      const int size = p.batch_sizes[axis];
+      batch[axis] = size == 1 ? 0 : index % size;
+      if (size != 1) index /= size;
     }
   }
   __device__ __forceinline__ void set_head(const Params& p, int index) {

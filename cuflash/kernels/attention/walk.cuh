@@ -10,6 +10,7 @@ struct Work {
   int first, last;  // tiles of queries, the same for every head
   int steps;
 
+  Work() = default;
   __device__ __forceinline__ Work(const Params& p, int index) {
     // Longest first: under a causal mask the first keys are seen by the most queries.
     const int key_tiles = tiles_of(p.seq_k, Config::kBlockK), tile = index % key_tiles;
