@@ -353,9 +353,9 @@ def attention_varlen(
 
     Notes
     -----
-    A segment's results are the same bits whatever it is packed with.  On the host they are those of `attention`; on a
-    device they are so where the backend and its tile are the same, which they are for ``backend="mma"`` and more than 64
-    queries.  Segments may be empty, on either side.  Algorithm: Dao, arXiv:2307.08691, section 3.1.1, for each segment.
+    A segment's results are the same bits whatever it is packed with: the tile is that of long sequences, whatever their
+    lengths.  On the host they are the bits of `attention`, on a device where it takes the same backend and tile.  Segments
+    may be empty, on either side.  Algorithm: Dao, arXiv:2307.08691, section 3.1.1, for each segment.
 
     A CUDA graph captures the call with device offsets and both maxima; replays follow the offsets that then stand there.
 

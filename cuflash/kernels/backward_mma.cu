@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const int query_tiles = tiles_of(p.rows_padded, Config::kBlockQ);
 
   Range rows{0, place.seq_q(p)};
-  const auto recall = [&] {  // of packed segments: the loop has no registers left to keep their bounds in
-    place.recall(p);
+  const auto recall_rows = [&] {  // of packed segments: the loop has no registers left to keep their bounds in
+    recall(p, place);
     if (kPacked) rows.end = place.seq_q(p);
   };
   const auto load_queries = [&](int head, int query_tile, int stage) {
@@ -144,14 +144,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     }
     cp_async_wait_group<0>();
     __syncthreads();  // this tile has arrived; the previous one, its P and dS are no longer read
-    recall();
+    recall_rows();
     if (Config::kStages == 2 && more) load_queries(next_head, next_tile, stage ^ 1);
     if (Config::kDoutStages == 2 && more) load_dout(next_head, next_tile, dout_stage ^ 1);
 
     float s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
     clear(s);
     gemm_rows_rows<Config::kHeadDim, ScoreFragment, Element>(s, shared.k, warp_key, shared.q[stage], warp_query);
-    recall();
+    recall_rows();
     const Corner corner{query_tile * Config::kBlockQ, keys.begin};
     ScoreSlopes<ScoreFragment> slopes;
     scores_of<true>(
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
                                                                    column_v + warp_column_v);
       if (Config::kDoutStages == 1) __syncthreads();  // dO is no longer read
     }
-    recall();
+    recall_rows();
     if (Config::kDoutStages == 1 && more) load_dout(next_head, next_tile, 0);
     if (!kChunked || column < Config::kHeadDim) {
       if constexpr (kSharesRows)
@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       float dq[QueryFragment::kSize];
       clear(dq);
       gemm_columns_columns<Config::kBlockK, QueryFragment, Element>(dq, ds_tile, dq_row, shared.k, column + dq_column);
-      recall();
+      recall_rows();
       const i64 tile_index = (i64(batch_index) * p.heads_q + place.head) * query_tiles +
                              place.padded_row<Config::kBlockQ>() / Config::kBlockQ + query_tile;
       const int dq_chunks = Config::kHeadDim / Config::kChunk;
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   store_fragment(shared.k, dk, KeyFragment(warp_key, warp_column), [&](int) { return p.scale; });
   store_fragment(shared.v, dv, ValueFragment(warp_key, warp_column_v), as_it_is);
   __syncthreads();
-  recall();
+  recall_rows();
   const Matrix<Element> dk_to = matrix<Element>(p.dk, place.key_offset(p.dk) + column * p.dk.column);
   const Matrix<Element> dv_to = matrix<Element>(p.dv, place.key_offset(p.dv) + column_v * p.dv.column);
   store_tile<Config::kThreads, Config::kChunk>(shared.k, dk_to, keys.begin, keys, head_dim - column, p.dk_vectors);

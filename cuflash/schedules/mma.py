@@ -152,8 +152,8 @@ def forward_registers(problem: Problem, tile: tuning.ForwardTile, aligned: bool)
         return 152 if is_rich(problem) and tile.stages == 1 else 192
     if is_rich(problem):
         return 104
-    windowed = tile.stages == 1 and problem.modifier("window") is not None
-    return 152 if windowed or not aligned else 192 if problem.head_dim <= 128 else 160
+    bounded = tile.stages == 1 and (problem.is_packed or problem.modifier("window") is not None)
+    return 152 if bounded or not aligned else 192 if problem.head_dim <= 128 else 160
 
 
 def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit: int, aligned: bool) -> int:

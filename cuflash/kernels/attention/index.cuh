@@ -43,8 +43,6 @@ template <bool kIsPacked> struct Segment {
   // The same of a row among those padded to whole tiles.
   template <int kTile> static __device__ __forceinline__ int enter_row(const Params&, int row) { return row; }
   template <int kTileQ, int kTileK> static __device__ __forceinline__ bool has_all_tiles(const Params&) { return true; }
-  // Look the segment up again: until then, registers need to hold its number alone.
-  static __device__ __forceinline__ void recall(const Params&) {}
 };
 
 // Where the segments of one side begin: of segment i, and behind the last one.
@@ -153,8 +151,10 @@ struct Place : Segment<kPacked> {
 
   __device__ __forceinline__ i64 batch_offset(const View& view) const {
     i64 at = 0;
+    if constexpr (!kPacked) {  // segments take the place of batch axes
 #pragma unroll
-    for (int axis = 0; axis < kBatchAxes; ++axis) at += batch[axis] * view.batch[axis];
+      for (int axis = 0; axis < kBatchAxes; ++axis) at += batch[axis] * view.batch[axis];
+    }
     return at;
   }
   __device__ __forceinline__ i64 offset(const View& view, int of_head) const {
@@ -166,11 +166,13 @@ struct Place : Segment<kPacked> {
   }
 
   __device__ __forceinline__ void set_batch(const Params& p, int index) {
+    if constexpr (!kPacked) {
 #pragma unroll
-    for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
-      const int size = p.batch_sizes[axis];
-      batch[axis] = size == 1 ? 0 : index % size;
-      if (size != 1) index /= size;
+      for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
+        const int size = p.batch_sizes[axis];
+        batch[axis] = size == 1 ? 0 : index % size;
+        if (size != 1) index /= size;
+      }
     }
   }
   __device__ __forceinline__ void set_head(const Params& p, int index) {

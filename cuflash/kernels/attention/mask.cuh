@@ -5,6 +5,14 @@
 // visible (kHidesTiles), schedules walk from one tile that may be to the next; all threads of a block find the same one.
 #pragma once
 
+// Look the bounds of a packed segment up again: until then, registers need to hold its number alone.
+template <class P> __device__ __forceinline__ void recall(const P& p, Place& place) {
+  if constexpr (kPacked) {
+    place.recall(p);
+    place.key_count = Visibility::key_count(p, place);
+  }
+}
+
 // Keys that one query sees, before any element mask.
 __device__ __forceinline__ Range visible_keys(const Params& p, const Place& place, int q) {
   Range keys{0, place.key_count};
