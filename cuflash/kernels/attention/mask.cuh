@@ -6,7 +6,7 @@
 #pragma once
 
 // Look the bounds of a packed segment up again: until then, registers need to hold its number alone.
-template <class P> __device__ __forceinline__ void recall(const P& p, Place& place) {
+template <class Where> __device__ __forceinline__ void recall(const Params& p, Where& place) {
   if constexpr (kPacked) {
     place.recall(p);
     place.key_count = Visibility::key_count(p, place);
