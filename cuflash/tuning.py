@@ -32,7 +32,7 @@ class BackwardTile(NamedTuple):
 
 
 class ForwardWgmmaTile(NamedTuple):
-    """Tile of forward_wgmma.cu, for head sizes, query lengths and weights of modifiers up to a limit."""
+    """Tile of forward_wgmma.cu, for head sizes, keys per query and weights of modifiers up to a limit."""
 
     max_head_dim: int
     block_q: int
@@ -41,7 +41,7 @@ class ForwardWgmmaTile(NamedTuple):
     query_stages: int
     continuous: bool
     optimistic: bool = True
-    max_seq_q: int = 1 << 31
+    max_keys: int = 1 << 31  # that a query sees on average
     max_weight: int = 1 << 31  # schedules/wgmma.py, `weight`
 
 
@@ -80,14 +80,22 @@ BACKWARD_MMA = (
     BackwardTile(16, 16, 1, 1, 1, 1, 1),
 )
 
+# H200, 2026-11-30, bf16, B·S = 16384, H·d = 2048, all variants of a shape in one rotation, TFLOP/s full and causal
 FORWARD_WGMMA = (
-    ForwardWgmmaTile(64, 256, 64, 6, 2, continuous=True, max_seq_q=4096, max_weight=3),
+    # S 1024: 482 and 373 (192 x 128: 434 and 302), S 4096: 538 and 482 (538 and 468)
+    ForwardWgmmaTile(64, 256, 64, 6, 2, continuous=True, max_keys=4096, max_weight=3),
+    # S 16384: 578 and 548 (256 x 64: 553 and 527)
     ForwardWgmmaTile(64, 192, 128, 4, 2, continuous=False, max_weight=7),
+    # S 1024: 586 and 445 (192 x 80: 514 and 381), S 4096 causal: 604 (600)
+    ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_keys=3072, max_weight=9),
+    # S 4096: 667 full (128 x 128: 655), S 8192: 718 and 681 (689 and 658), S 16384: 737 and 707 (705 and 672)
+    ForwardWgmmaTile(128, 192, 80, 3, 1, continuous=False, max_weight=7),
     ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_weight=9),
     ForwardWgmmaTile(128, 128, 64, 3, 2, continuous=True),
     ForwardWgmmaTile(192, 128, 128, 2, 1, continuous=False, max_weight=9),
     ForwardWgmmaTile(192, 128, 96, 2, 1, continuous=False, max_weight=9),
     ForwardWgmmaTile(192, 128, 64, 2, 1, continuous=False),
+    # S 16384: 762 and 734, S 1024: 618 and 512
     ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, max_weight=7),
     ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False, max_weight=13),
     ForwardWgmmaTile(256, 128, 16, 2, 1, continuous=False),

@@ -43,12 +43,13 @@ REFUSED = {
 
 HALVES = ("float16", "bfloat16")
 HOPPER_SIZES = (*(sizes for sizes in HEAD_SIZES if max(sizes) <= wgmma.MAX_HEAD_DIM), (192, 192))
-LONG = 5000  # queries: longer calls have other tiles
+#: queries and keys of calls that have tiles of their own
+SHORT, MEDIUM, LONG = (LENGTH, LENGTH), (300, LENGTH), (300, 16384)
 
 
-def hopper(dtype: str, sizes: tuple[int, int], option: str, seq_q: int = LENGTH) -> Entry:
+def hopper(dtype: str, sizes: tuple[int, int], option: str, lengths: tuple[int, int] = MEDIUM) -> Entry:
     """A call that asks for Hopper's own kernels."""
-    return Entry(90, dtype, *sizes, option, seq_q=seq_q, backend="wgmma")
+    return Entry(90, dtype, *sizes, option, seq_q=lengths[0], seq_k=lengths[1], backend="wgmma")
 
 
 def entries() -> Iterator[Entry]:
@@ -60,8 +61,8 @@ def entries() -> Iterator[Entry]:
                 yield Entry(arch, dtype, *sizes, option, aligned, seq_q=1)
                 yield Entry(arch, dtype, *sizes, option, aligned, deterministic=True)
         for dtype, sizes, option in product(HALVES, HOPPER_SIZES, (*OPTIONS, *TOGETHER)):
-            yield hopper(dtype, sizes, option)
-            yield hopper(dtype, sizes, option, seq_q=LONG)
+            for lengths in (SHORT, MEDIUM, LONG):
+                yield hopper(dtype, sizes, option, lengths)
         return
     for (arch, dtype), sizes in product(((90, "bfloat16"), (75, "float16")), HEAD_SIZES):
         for option in ("plain", "causal", "everything"):
@@ -107,10 +108,12 @@ def entries() -> Iterator[Entry]:
         yield hopper("bfloat16", sizes, option)
     for sizes in ((64, 64), (128, 128), (192, 192), (256, 256)):
         yield hopper("bfloat16", sizes, "everything")
-    for sizes, option in product(((64, 64), (16, 16)), ("plain", "causal", "ranges")):
-        yield hopper("bfloat16", sizes, option, seq_q=LONG)
-    for sizes, seq_q in (((64, 64), LENGTH), ((64, 64), LONG), ((128, 128), LENGTH), ((256, 256), LENGTH)):
-        yield hopper("float16", sizes, "causal", seq_q=seq_q)
+    for sizes, option in product(((16, 16), (64, 64), (72, 72), (128, 128)), ("plain", "causal", "ranges")):
+        yield hopper("bfloat16", sizes, option, LONG)
+    for option in ("plain", "ranges"):
+        yield hopper("bfloat16", (64, 64), option, SHORT)
+    for size, lengths in ((64, MEDIUM), (64, LONG), (128, MEDIUM), (128, LONG), (256, MEDIUM)):
+        yield hopper("float16", (size, size), "causal", lengths)
     for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)):
         yield replace(hopper("bfloat16", sizes, "causal"), deterministic=True)
 

@@ -40,8 +40,9 @@ class Entry:
     options: str = "plain"
     aligned: bool = True
     seq_q: int = LENGTH
+    seq_k: int = LENGTH
     deterministic: bool = False
-    backend: str | None = None
+    backend: str | None = None  # those of every device, unless another is asked for
 
     def variants(self) -> Iterator[Variant]:
         """The kernels of its forward and backward."""
@@ -50,21 +51,22 @@ class Entry:
             self.place((1, HEADS, n, d))
             for n, d in (
                 (self.seq_q, self.head_dim),
-                (LENGTH, self.head_dim),
-                (LENGTH, self.head_dim_v),
+                (self.seq_k, self.head_dim),
+                (self.seq_k, self.head_dim_v),
                 (self.seq_q, self.head_dim_v),
             )
         )
-        call = describe(q, k, v, **options(self.options, dtype, self.seq_q))
+        call = describe(q, k, v, **options(self.options, dtype, self.seq_q, self.seq_k))
         problem, device = call.problem, described_device(self.arch)
+        requested = self.backend or ("mma" if dtype.itemsize == 2 else "simt")
         lse = np.zeros(problem.lse_shape, problem.accumulator)
         sums = {f"d{n}": np.zeros(x.shape, problem.accumulator) for n, x in call.operands.items() if n == "bias"}
         forward = plan.forward_arrays(call, out, lse)
         backward = plan.backward_arrays(call, out=out, lse=lse, dout=out, dq=q, dk=k, dv=v, **sums)
         forward, backward = (plan.places_of(problem, arrays) for arrays in (forward, backward))
-        steps = plan.plan_forward(problem, device, forward, self.backend).steps
+        steps = plan.plan_forward(problem, device, forward, requested).steps
         try:
-            steps += plan.plan_backward(problem, device, backward, self.deterministic, self.backend).steps
+            steps += plan.plan_backward(problem, device, backward, self.deterministic, requested).steps
         except UnsupportedError:
             if self.backend != "wgmma":  # whose backward leaves some modifiers to mma
                 raise
@@ -82,20 +84,20 @@ class Entry:
         return raw[start:][: int(np.prod(shape))].reshape(shape)
 
 
-def options(name: str, dtype: np.dtype, seq_q: int) -> dict:
+def options(name: str, dtype: np.dtype, seq_q: int, seq_k: int = LENGTH) -> dict:
     """Keywords of a call by name."""
     statistics = np.float64 if dtype == np.float64 else np.float32
     single = {
         "plain": {},
         "causal": {"causal": True},
-        "window": {"window": (5, 3)},
+        "window": {"window": (9000, 3)},
         "softcap": {"softcap": 2.0},
-        "bias": {"bias": np.ones((1, HEADS, seq_q, LENGTH), dtype)},
-        "mask": {"mask": np.ones((seq_q, LENGTH), bool)},
+        "bias": {"bias": np.ones((1, HEADS, seq_q, seq_k), dtype)},
+        "mask": {"mask": np.ones((seq_q, seq_k), bool)},
         "alibi": {"modifiers": (ALiBi(np.ones(HEADS, statistics)),)},
         "lengths": {"modifiers": (KeyLengths(np.ones(1, np.int32)),)},
-        "documents": {"modifiers": (Documents(np.ones(seq_q, np.int32), np.ones(LENGTH, np.int32)),)},
-        "blocks": {"modifiers": (BlockMask(np.ones((-(-seq_q // 16), LENGTH // 16), bool), 16),)},
+        "documents": {"modifiers": (Documents(np.ones(seq_q, np.int32), np.ones(seq_k, np.int32)),)},
+        "blocks": {"modifiers": (BlockMask(np.ones((-(-seq_q // 16), seq_k // 16), bool), 16),)},
         "negative-scale": {"scale": -1.0},
     }
     parts = [single[part] for part in TOGETHER.get(name, (name,))]
