@@ -15,7 +15,18 @@ from cuflash.arrays import Home
 from cuflash.errors import ArgumentError, UnsupportedError
 from cuflash.explanation import Explanation
 from cuflash.modifiers import Modifier
-from cuflash.problem import MAX_SEQ, Call, canonical, check_array, check_layout, describe, dtype_name, in_layout
+from cuflash.problem import (
+    MAX_SEQ,
+    Call,
+    Problem,
+    canonical,
+    check_array,
+    check_layout,
+    describe,
+    dtype_name,
+    in_layout,
+)
+from cuflash.statistics import Statistics
 
 BACKENDS = ("numpy", *(row.name for row in backends.BACKENDS))
 
@@ -114,19 +125,11 @@ def attention(
     given = present(mask=mask, bias=bias, out=out)
     modifiers = keep(modifiers)
     home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
-    if out is not None:
-        problem = call.problem
-        check_array("out", native["out"], in_layout(problem.out_shape, problem.layout), problem.dtype, "the result's")
-        arrays.check_out(native["out"], home, {"q": call.q, "k": call.k, "v": call.v, **call.operands})
-    o, lse = run_forward(home, call, native.get("out"), return_lse, backend)
-    if out is None:
-        result = canonical(o, call.problem.layout)
-        if key is not None:
-            _launch.remember(key, call, result, lse, backend)
-        out = home.give(result)
-    else:
-        home.wait(o)
-    return (out, home.give(lse)) if return_lse else out
+    o, lse = run_forward(home, call, checked_out(home, call, native), return_lse, backend)
+    if key is not None:
+        _launch.remember(key, call, canonical(o, call.problem.layout), lse, backend)
+    result = given_out(home, call, o, out)
+    return (result, home.give(lse)) if return_lse else result
 
 
 def attention_backward(
@@ -207,6 +210,91 @@ def attention_backward(
         check_array(name, native[name], problem.lse_shape, problem.accumulator, "(*batch, heads_q, seq_q)")
     gradients = run_backward(home, call, native, deterministic, backend)
     return give_gradients(gradients, home, call, native)
+
+
+def attention_statistics(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    maximum: bool = True,
+    entropy: bool = True,
+    column_sums: bool = True,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    layout: str = "bhsd",
+    out: Any = None,
+    backend: str | None = None,
+) -> Statistics:
+    """`attention` with its log-sum-exp, and statistics of the scores and weights that it never stores.
+
+    Parameters
+    ----------
+    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, out, backend
+        As for `attention`; backend="wgmma" has no statistics and refuses.
+    maximum
+        Whether to return the largest score of each row.
+    entropy
+        Whether to return the entropy of each row's weights.
+    column_sums
+        Whether to return the sum of each key's weights over the queries, which takes a second pass over the scores.
+
+    Returns
+    -------
+    Statistics
+        A named tuple (out, lse, maximum, entropy, column_sums); what was not asked for is None.  Statistics are of the kind
+        of q, float32 (float64 for float64).
+
+    out, lse
+        As from `attention`.
+    maximum
+        (*batch, heads_q, seq_q) in every layout: the largest score after scale, softcap, other modifiers and bias, of the
+        keys that the row sees; -inf in a row that sees none.
+    entropy
+        Likewise, -Σ p·log p in nats: from 0, all weight on one key, to the logarithm of the number of keys; 0 in a row
+        that sees no key.
+    column_sums
+        (*batch, heads_q, seq_k) in every layout: Σ p over the queries, the attention that a key receives; 0 for a key that
+        no query sees.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        As `attention` does; also for a maximum, entropy or column_sums that is not True or False.
+
+    Notes
+    -----
+    Largest score and entropy come out of the forward's recurrence (arXiv:2205.14135, algorithm 1) with one more sum,
+    Σ exp(s - m)·(s - m); sums of columns from exp(s - lse), as in a backward.  Memory stays linear in the lengths, and equal
+    calls on one device give equal bits.  A row whose lse is NaN has NaN in all of them.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.zeros((1, 3, 1)), np.zeros((1, 2, 1)), np.ones((1, 2, 1))
+    >>> found = cuflash.attention_statistics(q, k, v)
+    >>> found.entropy.round(4)
+    array([[0.6931, 0.6931, 0.6931]])
+    >>> found.column_sums
+    array([[1.5, 1.5]])
+    """
+    flags = {"maximum": maximum, "entropy": entropy, "column_sums": column_sums}
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, np.bool_)):
+            raise ArgumentError(f"{name}={flag!r:.80}: must be True or False, whether to return it")
+    given = present(mask=mask, bias=bias, out=out)
+    home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
+    to = checked_out(home, call, native)
+    shapes = statistics_shapes(call.problem)
+    statistics = empty_statistics(home, call, {name: shape for name, shape in shapes.items() if flags[name]})
+    o, lse = run_forward(home, call, to, True, backend, statistics)
+    found = {name: home.give(x) for name, x in statistics.items()}
+    return Statistics(given_out(home, call, o, out), home.give(lse), **found)
 
 
 def attention_vjp(
@@ -419,16 +507,63 @@ def check_backend(backend: Any, home: Home) -> None:
         )
 
 
-def run_forward(home: Home, call: Call, out: Any, with_lse: bool, backend: str | None) -> tuple[Any, Any]:
-    """Output and log-sum-exp with the axes (*batch, heads, seq, ...), written into the caller's `out` if given."""
+def checked_out(home: Home, call: Call, native: Mapping[str, Any]) -> Any:
+    """The caller's `out` if there is one; raises if the result cannot be written there."""
+    out, problem = native.get("out"), call.problem
+    if out is not None:
+        check_array("out", out, in_layout(problem.out_shape, problem.layout), problem.dtype, "the result's")
+        arrays.check_out(out, home, {"q": call.q, "k": call.k, "v": call.v, **call.operands})
+    return out
+
+
+def given_out(home: Home, call: Call, o: Any, out: Any) -> Any:
+    """The output as the caller's kind: the caller's own `out` if there is one."""
+    if out is None:
+        return home.give(canonical(o, call.problem.layout))
+    home.wait(o)
+    return out
+
+
+def statistics_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Shapes of all statistics beside lse."""
+    return {
+        "maximum": problem.lse_shape,
+        "entropy": problem.lse_shape,
+        "column_sums": (*problem.lse_shape[:-1], problem.seq_k),
+    }
+
+
+def empty_statistics(home: Home, call: Call, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """New arrays for statistics, where the call's arrays are."""
+    if home.device is None:
+        return {name: np.empty(shape, call.problem.accumulator) for name, shape in shapes.items()}
+    arrays.require_gpu()
+    made: dict[str, Any] = launcher().empty_statistics(call, shapes)
+    return made
+
+
+def run_forward(
+    home: Home,
+    call: Call,
+    out: Any,
+    with_lse: bool,
+    backend: str | None,
+    statistics: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any]:
+    """Output and log-sum-exp with the axes (*batch, heads, seq, ...), written into the caller's `out` if given.
+
+    `statistics` are arrays to write, by name.
+    """
     problem = call.problem
     if home.device is None:
         if out is None and problem.layout == "bshd":
             out = np.empty(in_layout(problem.out_shape, problem.layout), call.q.dtype)
-        return numpy_backend.forward(call, None if out is None else canonical(out, problem.layout))
+        return numpy_backend.forward(
+            call, None if out is None else canonical(out, problem.layout), statistics=statistics
+        )
     arrays.require_gpu()
     result: tuple[Any, Any] = launcher().forward(
-        call, None if out is None else canonical(out, problem.layout), with_lse, backend
+        call, None if out is None else canonical(out, problem.layout), with_lse, backend, statistics
     )
     return result
 

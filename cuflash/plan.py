@@ -47,7 +47,7 @@ class Step:
         """Of the argument record: the kernel's own part of the plan's."""
         variant = self.variant
         accumulator = "float64" if variant.real == "double" else "float32"
-        return abi.record(variant.direction, variant.modifiers, accumulator, variant.maps).itemsize
+        return abi.record(variant.direction, variant.modifiers, accumulator, variant.maps, variant.statistics).itemsize
 
 
 @dataclass(frozen=True, eq=False)  # a plan is itself: it is made once
@@ -96,21 +96,27 @@ class Plan:
 def plan_forward(
     problem: Problem, device: Device, places: tuple[tuple[str, Placed], ...], requested: str | None = None
 ) -> Plan:
-    """Plan of the forward for arrays at these places."""
+    """Plan of the forward for arrays at these places; those of statistics among them say which are computed."""
     at = dict(places)
     backend, reasons = select(problem, device, at, requested=requested)
     axes = len(problem.out_shape)
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v"))
-    config = backend.schedule.forward(problem, device.shared_limit, aligned)
+    kept = {name: True for name in ("maximum", "entropy") if name in at}  # of each row, in the forward's own pass
+    config = backend.schedule.forward(problem, device.shared_limit, aligned, **kept)
     names = chain_names(problem)
     variant = Variant(config.kernel, problem.dtype, names, config)
-    steps = checked(Step(variant, grid(config, problem, device)))
+    steps = [Step(variant, grid(config, problem, device))]
+    if "column_sums" in at:  # a pass over the scores that follows, because it needs lse
+        columns = backend.schedule.columns(problem, device.shared_limit, all(at[n].aligned(16, axes) for n in "qk"))
+        steps.append(Step(Variant(columns.kernel, problem.dtype, names, columns), columns.blocks(problem)))
+    planned = checked(*steps)
     values = {**common_values(problem), "out_vectors": vectors(at["out"], axes)}
     if variant.maps:
         values["section"] = config.section(problem)
-    template, offsets = pack("forward", problem, at, values, variant.maps)
+    with_statistics = any(name in at for name in abi.STATISTICS)
+    template, offsets = pack("forward", problem, at, values, variant.maps, with_statistics)
     maps = tensor_maps(variant, problem, at)
-    return Plan(problem, device, backend.name, reasons, steps, template, offsets, maps)
+    return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps)
 
 
 def grid(config: Config, problem: Problem, device: Device) -> int:
@@ -236,16 +242,17 @@ def pack(
     at: Mapping[str, Placed],
     values: Mapping[str, float | int],
     maps: tuple[str, ...] = (),
+    statistics: bool = False,
 ) -> tuple[bytes, dict[str, int]]:
     """The argument record without addresses, and where the addresses go."""
     names = chain_names(problem)
-    dtype = abi.record(direction, names, problem.accumulator, maps)
+    dtype = abi.record(direction, names, problem.accumulator, maps, statistics)
     record = np.zeros((), dtype)
     sizes, strides = merged_batch(problem.batch, {n: p.strides[: len(problem.batch)] for n, p in at.items()})
     record["batch_sizes"] = sizes
     offsets = {}
     layout: Mapping[str, Any] = dtype.fields or {}
-    for kind, name in abi.fields(direction, names, maps):
+    for kind, name in abi.fields(direction, names, maps, statistics):
         if kind in ("View", "Pointer", "TensorMap"):
             offsets[name] = layout[name][1]
         elif name in values:
@@ -303,9 +310,9 @@ def pointers_of(arrays: Mapping[str, Any]) -> dict[str, int]:
     return {name: address(array) for name, array in arrays.items()}
 
 
-def forward_arrays(call: Call, out: Any, lse: Any) -> dict[str, Any]:
-    """Arrays of a forward by field name."""
-    arrays = {"q": call.q, "k": call.k, "v": call.v, "out": out, **call.operands}
+def forward_arrays(call: Call, out: Any, lse: Any, **statistics: Any) -> dict[str, Any]:
+    """Arrays of a forward by field name; `statistics` are some of `abi.STATISTICS`."""
+    arrays = {"q": call.q, "k": call.k, "v": call.v, "out": out, **call.operands, **statistics}
     return arrays if lse is None else {**arrays, "lse": lse}
 
 

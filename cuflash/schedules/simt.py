@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
+from cuflash import tuning
 from cuflash.errors import UnsupportedError
 from cuflash.problem import Problem
 from cuflash.schedules.base import padded, tiles
@@ -66,6 +67,13 @@ class ForwardSimt:
     blocks_per_sm: int
     aligned: bool
     tensor: bool = False  # float64 on tensor cores
+    maximum: bool = False  # also the largest score of each row
+    entropy: bool = False  # also the entropy of each row's weights
+
+    @property
+    def statistics(self) -> bool:
+        """Whether there is a statistic beside lse."""
+        return self.maximum or self.entropy
 
     @property
     def block_q(self) -> int:
@@ -86,6 +94,43 @@ class ForwardSimt:
 
     def blocks(self, problem: Problem) -> int:
         return tiles(problem.seq_q, self.block_q) * problem.heads_q * problem.batch_size
+
+
+@dataclass(frozen=True)
+class ForwardColumnsSimt:
+    """Constants of forward_columns_simt.cu; a warp owns ``lane_rows * thread_rows`` keys."""
+
+    kernel = "forward_columns_simt"
+    statistics = True
+
+    head_dim: int  # padded to a multiple of 8
+    warps: int
+    lane_rows: int
+    thread_rows: int
+    thread_columns: int
+    blocks_per_sm: int
+    aligned: bool
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a step."""
+        return 32 // self.lane_rows * self.thread_columns
+
+    @property
+    def block_k(self) -> int:
+        """Keys of a block."""
+        return self.warps * self.lane_rows * self.thread_rows
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared_bytes(self, itemsize: int) -> int:
+        elements = (self.block_q + self.block_k) * odd_pitch(self.head_dim, itemsize) + 2 * self.block_q
+        return elements * itemsize
+
+    def blocks(self, problem: Problem) -> int:
+        return tiles(problem.seq_k, self.block_k) * problem.heads_q * problem.batch_size
 
 
 @dataclass(frozen=True)
@@ -214,15 +259,36 @@ def longest(seq: int) -> int:
     return max(16, 1 << (seq - 1).bit_length())
 
 
-def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardSimt:
-    """The forward's tile; `shared_limit` is a block's, in bytes; `aligned` tells that q, k and v admit vectors."""
+def forward(
+    problem: Problem, shared_limit: int, aligned: bool, *, maximum: bool = False, entropy: bool = False
+) -> ForwardSimt:
+    """The forward's tile; `shared_limit` is a block's, in bytes; `aligned` tells that q, k and v admit vectors.
+
+    `maximum` and `entropy` add these statistics of each row.
+    """
     tensor = shared_limit > WITHOUT_TENSOR
     limits = (longest(problem.seq_q), modifier_registers(problem), shared_limit, aligned)
+    found = None
     if problem.dtype == "float64" and tensor:
         found = best_tensor_forward(problem.head_dim, problem.head_dim_v, *limits)
-        if found is not None:
-            return found
-    return best_forward(problem.head_dim, problem.head_dim_v, 8 if problem.dtype == "float64" else 4, *limits)
+    if found is None:
+        itemsize = 8 if problem.dtype == "float64" else 4
+        found = best_forward(problem.head_dim, problem.head_dim_v, itemsize, *limits)
+    return replace(found, maximum=maximum, entropy=entropy) if maximum or entropy else found
+
+
+def columns(problem: Problem, shared_limit: int, aligned: bool) -> ForwardColumnsSimt:
+    """The first tile of the sums of columns that fits; the last one whatever the modifiers take of the registers."""
+    itemsize = 8 if problem.dtype == "float64" else 4
+    for tile in tuning.COLUMNS_SIMT:
+        config = ForwardColumnsSimt(padded(problem.head_dim, 8), *tile, 1, aligned)
+        scores = ThreadTile(tile.thread_rows, tile.thread_columns, itemsize)
+        registers = ADDRESSES + scores.registers + max(scores.along_rows()[1], modifier_registers(problem))
+        registers += 2 * tile.thread_rows * itemsize // 4
+        shared_bytes = config.shared_bytes(itemsize)
+        if shared_bytes <= shared_limit and (registers <= REGISTERS or tile == tuning.COLUMNS_SIMT[-1]):
+            return replace(config, blocks_per_sm=resident(tile.warps, shared_bytes, shared_limit))
+    raise too_large("sums of columns", problem.head_dim, problem.head_dim, itemsize, shared_limit, shared_bytes)
 
 
 @cache
