@@ -212,7 +212,8 @@ def forward(
 ) -> ForwardMma:
     """The first tile of the table that fits; `maximum` and `entropy` add these statistics of each row."""
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
-    chunk = chunk_of(head_dim_v, MAX_CHUNK // 2 if is_crowded(problem) else MAX_CHUNK, STEP)
+    crowded = is_crowded(problem) or ((maximum or entropy) and is_rich(problem) and shared_limit <= SM_75_SHARED)
+    chunk = chunk_of(head_dim_v, MAX_CHUNK // 2 if crowded else MAX_CHUNK, STEP)
     head_dim_v = padded(head_dim_v, chunk)
     for tile in tuning.FORWARD_MMA:
         if tile.block_q > 64 and problem.seq_q <= 64:
