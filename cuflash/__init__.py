@@ -5,6 +5,7 @@ from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
 from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
+from cuflash.picture import draw_attention
 from cuflash.statistics import Statistics
 from cuflash.union import merge, merge_backward, merge_vjp
 
@@ -28,6 +29,7 @@ __all__ = [
     "attention_statistics",
     "attention_vjp",
     "attention_weights",
+    "draw_attention",
     "explain",
     "merge",
     "merge_backward",

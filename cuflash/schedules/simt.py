@@ -33,6 +33,7 @@ REGISTERS = 255
 ADDRESSES = 36  # registers a thread needs besides its blocks of numbers: seen in builds of CUDA 13, as is the next
 MAX_SUMS = 128  # registers of sums that a loop leaves room for
 MODIFIER = 30  # and for each modifier that looks at single scores
+STATISTICS = 16  # and for numbers of each row beside m and l
 
 
 def odd_pitch(length: int, itemsize: int) -> int:
@@ -267,33 +268,38 @@ def forward(
     `maximum` and `entropy` add these statistics of each row.
     """
     tensor = shared_limit > WITHOUT_TENSOR
-    limits = (longest(problem.seq_q), modifier_registers(problem), shared_limit, aligned)
+    statistics = maximum or entropy
+    taken, sizes = modifier_registers(problem), (problem.head_dim, problem.head_dim_v)
     found = None
     if problem.dtype == "float64" and tensor:
-        found = best_tensor_forward(problem.head_dim, problem.head_dim_v, *limits)
+        found = best_tensor_forward(*sizes, longest(problem.seq_q), taken, shared_limit, aligned, statistics)
     if found is None:
         itemsize = 8 if problem.dtype == "float64" else 4
-        found = best_forward(problem.head_dim, problem.head_dim_v, itemsize, *limits)
-    return replace(found, maximum=maximum, entropy=entropy) if maximum or entropy else found
+        taken += STATISTICS if statistics else 0
+        found = best_forward(*sizes, itemsize, longest(problem.seq_q), taken, shared_limit, aligned)
+    return replace(found, maximum=maximum, entropy=entropy) if statistics else found
 
 
 def columns(problem: Problem, shared_limit: int, aligned: bool) -> ForwardColumnsSimt:
-    """The first tile of the sums of columns that fits; the last one whatever the modifiers take of the registers."""
+    """The first tile of the sums of columns that fits; all of them leave registers for any modifiers."""
     itemsize = 8 if problem.dtype == "float64" else 4
     for tile in tuning.COLUMNS_SIMT:
         config = ForwardColumnsSimt(padded(problem.head_dim, 8), *tile, 1, aligned)
-        scores = ThreadTile(tile.thread_rows, tile.thread_columns, itemsize)
-        registers = ADDRESSES + scores.registers + max(scores.along_rows()[1], modifier_registers(problem))
-        registers += 2 * tile.thread_rows * itemsize // 4
         shared_bytes = config.shared_bytes(itemsize)
-        if shared_bytes <= shared_limit and (registers <= REGISTERS or tile == tuning.COLUMNS_SIMT[-1]):
+        if shared_bytes <= shared_limit:
             return replace(config, blocks_per_sm=resident(tile.warps, shared_bytes, shared_limit))
     raise too_large("sums of columns", problem.head_dim, problem.head_dim, itemsize, shared_limit, shared_bytes)
 
 
 @cache
 def best_tensor_forward(
-    head_dim: int, head_dim_v: int, max_q: int, modifiers: int, shared_limit: int, aligned: bool
+    head_dim: int,
+    head_dim_v: int,
+    max_q: int,
+    modifiers: int,
+    shared_limit: int,
+    aligned: bool,
+    statistics: bool = False,
 ) -> ForwardSimt | None:
     """The fastest by estimate of the tiles whose products are mma.m16n8k8, or None: 16 rows of values must fit a warp."""
     best: tuple[float, ForwardSimt] | None = None
@@ -306,6 +312,7 @@ def best_tensor_forward(
         pressure += (0 if modifiers < 12 * MODIFIER else 8 if modifiers < 16 * MODIFIER else 16) + (
             0 if aligned or modifiers < 12 * MODIFIER else 24
         )
+        pressure += row_blocks * block_k if statistics else 0
         shared_bytes = config.shared_bytes(8)
         if pressure > 176 or shared_bytes > shared_limit or (config.block_q > max_q and warps * row_blocks > 1):
             continue
