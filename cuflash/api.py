@@ -46,6 +46,7 @@ def attention(
     layout: str = "bhsd",
     return_lse: bool = False,
     out: Any = None,
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Any:
     """Exact attention softmax(scale · q kᵀ) v, in memory linear in the lengths.
@@ -81,6 +82,10 @@ def attention(
         Also return the log-sum-exp of each row's logits.
     out
         Array to write the result into: its shape, dtype and kind, any strides, no memory shared with an input.
+    batch_invariant
+        True: the bits of a batch entry do not depend on the other entries, on how many there are, or on how the arrays lie
+        in memory; for one device, version and set of options, and the same lengths.  Arrays that are not contiguous are
+        copied for it, and on the host entries are computed one by one.
     backend
         None chooses; "numpy" (host), "simt" or "mma" (CUDA) insists.  "wgmma" (compute capability 9.0, rows at
         multiples of 16 bytes) is never chosen: it has to be asked for.
@@ -117,7 +122,8 @@ def attention(
             [2.]]])
     """
     key = None
-    if _launch is not None and out is None and not modifiers:
+    check_flag("batch_invariant", batch_invariant)
+    if _launch is not None and out is None and not modifiers and not batch_invariant:
         key = _launch.signature(q, k, v, mask, bias, (scale, causal, window, softcap, layout, return_lse, backend))
         replayed = _launch.replay(key, q, k, v, mask, bias)
         if replayed is not None:
@@ -125,7 +131,8 @@ def attention(
     given = present(mask=mask, bias=bias, out=out)
     modifiers = keep(modifiers)
     home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
-    o, lse = run_forward(home, call, checked_out(home, call, native), return_lse, backend)
+    to = checked_out(home, call, native)
+    o, lse = run_forward(home, call, to, return_lse, backend, batch_invariant=bool(batch_invariant))
     if key is not None:
         _launch.remember(key, call, canonical(o, call.problem.layout), lse, backend)
     result = given_out(home, call, o, out)
@@ -142,6 +149,7 @@ def attention_backward(
     *,
     dlse: Any = None,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     scale: float | None = None,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
@@ -168,6 +176,9 @@ def attention_backward(
         True: equal calls on one device give equal bits in every gradient; dq is then summed in a fixed order, which takes
         time and 4 bytes for each tile of queries.  None and False: as fast as it goes, which on a GPU leaves the order of
         the sums in dq and dbias open, while dk and dv still repeat; the numpy backend always repeats all of them.
+    batch_invariant
+        As for `attention`, of each gradient that is not itself a sum over the batch; it makes None of `deterministic` True
+        and does not go with False.
     scale, causal, window, mask, bias, softcap, modifiers, layout, backend
         As in the forward call, and with the same values.
 
@@ -199,8 +210,7 @@ def attention_backward(
     array([[[0.5],
             [0.5]]])
     """
-    if not (deterministic is None or isinstance(deterministic, (bool, np.bool_))):
-        raise ArgumentError(f"deterministic={deterministic!r}: must be True, False or None (the backend's default)")
+    deterministic = order_of_sums(deterministic, batch_invariant)
     given = {"dout": dout, "out": out, "lse": lse, **present(dlse=dlse, mask=mask, bias=bias)}
     home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
     problem = call.problem
@@ -208,7 +218,7 @@ def attention_backward(
         check_array(name, native[name], in_layout(problem.out_shape, problem.layout), problem.dtype, "the output's")
     for name in ("lse",) if dlse is None else ("lse", "dlse"):
         check_array(name, native[name], problem.lse_shape, problem.accumulator, "(*batch, heads_q, seq_q)")
-    gradients = run_backward(home, call, native, deterministic, backend)
+    gradients = run_backward(home, call, native, deterministic, backend, bool(batch_invariant))
     return give_gradients(gradients, home, call, native)
 
 
@@ -229,13 +239,14 @@ def attention_statistics(
     modifiers: Iterable[Modifier] = (),
     layout: str = "bhsd",
     out: Any = None,
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Statistics:
     """`attention` with its log-sum-exp, and statistics of the scores and weights that it never stores.
 
     Parameters
     ----------
-    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, out, backend
+    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, out, batch_invariant, backend
         As for `attention`; backend="wgmma" has no statistics and refuses.
     maximum
         Whether to return the largest score of each row.
@@ -284,15 +295,14 @@ def attention_statistics(
     array([[1.5, 1.5]])
     """
     flags = {"maximum": maximum, "entropy": entropy, "column_sums": column_sums}
-    for name, flag in flags.items():
-        if not isinstance(flag, (bool, np.bool_)):
-            raise ArgumentError(f"{name}={flag!r:.80}: must be True or False, whether to return it")
+    for name, flag in {**flags, "batch_invariant": batch_invariant}.items():
+        check_flag(name, flag)
     given = present(mask=mask, bias=bias, out=out)
     home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
     to = checked_out(home, call, native)
     shapes = statistics_shapes(call.problem)
     statistics = empty_statistics(home, call, {name: shape for name, shape in shapes.items() if flags[name]})
-    o, lse = run_forward(home, call, to, True, backend, statistics)
+    o, lse = run_forward(home, call, to, True, backend, statistics, bool(batch_invariant))
     found = {name: home.give(x) for name, x in statistics.items()}
     return Statistics(given_out(home, call, o, out), home.give(lse), **found)
 
@@ -312,6 +322,7 @@ def attention_vjp(
     layout: str = "bhsd",
     return_lse: bool = False,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Any:
     """`attention` and a function that pulls a gradient of its result back to its inputs.
@@ -320,7 +331,7 @@ def attention_vjp(
     ----------
     q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, return_lse, backend
         As for `attention`.
-    deterministic
+    deterministic, batch_invariant
         As for `attention_backward`.
 
     Returns
@@ -353,6 +364,7 @@ def attention_vjp(
             [0.]]])
     """
     modifiers = keep(modifiers)
+    order_of_sums(deterministic, batch_invariant)
     options: dict[str, Any] = {
         "scale": scale,
         "causal": causal,
@@ -362,6 +374,7 @@ def attention_vjp(
         "softcap": softcap,
         "modifiers": modifiers,
         "layout": layout,
+        "batch_invariant": batch_invariant,
         "backend": backend,
     }
     out, lse = attention(q, k, v, return_lse=True, **options)
@@ -447,6 +460,26 @@ def launcher() -> Any:
 # ---- the steps they share --------------------------------------------------------------------------------------------
 def present(**arguments: Any) -> dict[str, Any]:
     return {name: x for name, x in arguments.items() if x is not None}
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise unless an argument is True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentError(f"{name}={value!r:.80}: must be True or False")
+
+
+def order_of_sums(deterministic: Any, batch_invariant: Any) -> bool | None:
+    """Whether a backward sums in a fixed order; None is the backend's default."""
+    if not (deterministic is None or isinstance(deterministic, (bool, np.bool_))):
+        raise ArgumentError(f"deterministic={deterministic!r}: must be True, False or None (the backend's default)")
+    check_flag("batch_invariant", batch_invariant)
+    if not batch_invariant:
+        return None if deterministic is None else bool(deterministic)
+    if deterministic is not None and not deterministic:
+        raise ArgumentError(
+            "deterministic=False with batch_invariant=True: sums in any order depend on what else runs; leave one out"
+        )
+    return True
 
 
 def keep(modifiers: Any) -> Any:
@@ -549,6 +582,7 @@ def run_forward(
     with_lse: bool,
     backend: str | None,
     statistics: Mapping[str, Any] | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Any, Any]:
     """Output and log-sum-exp with the axes (*batch, heads, seq, ...), written into the caller's `out` if given.
 
@@ -558,26 +592,30 @@ def run_forward(
     if home.device is None:
         if out is None and problem.layout == "bshd":
             out = np.empty(in_layout(problem.out_shape, problem.layout), call.q.dtype)
-        return numpy_backend.forward(
-            call, None if out is None else canonical(out, problem.layout), statistics=statistics
-        )
+        to = None if out is None else canonical(out, problem.layout)
+        return numpy_backend.forward(call, to, statistics=statistics, batch_invariant=batch_invariant)
     arrays.require_gpu()
-    result: tuple[Any, Any] = launcher().forward(
-        call, None if out is None else canonical(out, problem.layout), with_lse, backend, statistics
-    )
+    to = None if out is None else canonical(out, problem.layout)
+    result: tuple[Any, Any] = launcher().forward(call, to, with_lse, backend, statistics, batch_invariant)
     return result
 
 
 def run_backward(
-    home: Home, call: Call, native: Mapping[str, Any], deterministic: bool | None, backend: str | None
+    home: Home,
+    call: Call,
+    native: Mapping[str, Any],
+    deterministic: bool | None,
+    backend: str | None,
+    batch_invariant: bool = False,
 ) -> Any:
     """Gradients with the axes (*batch, heads, seq, dim)."""
     out, dout = (canonical(native[name], call.problem.layout) for name in ("out", "dout"))
     lse, dlse = native["lse"], native.get("dlse")
     if home.device is None:
-        return numpy_backend.backward(call, out, lse, dout, dlse)  # its sums have one order: always deterministic
+        # Its sums have one order: always deterministic.
+        return numpy_backend.backward(call, out, lse, dout, dlse, batch_invariant=batch_invariant)
     arrays.require_gpu()
-    return launcher().backward(call, out, lse, dout, dlse, deterministic, backend)
+    return launcher().backward(call, out, lse, dout, dlse, deterministic, backend, batch_invariant)
 
 
 def give_gradients(gradients: Any, home: Home, call: Call, native: Mapping[str, Any]) -> Any:

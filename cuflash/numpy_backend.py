@@ -49,6 +49,7 @@ def forward(
     out: Array | None = None,
     *,
     statistics: Mapping[str, Array] | None = None,
+    batch_invariant: bool = False,
     block_q: int | None = None,
     block_k: int | None = None,
 ) -> tuple[Array, Array]:
@@ -63,6 +64,8 @@ def forward(
     statistics
         Arrays to write statistics into, by name: "maximum" and "entropy", (*batch, heads_q, seq_q), and "column_sums",
         (*batch, heads_q, seq_k); None is none.
+    batch_invariant
+        Whether each batch entry is computed as if it were alone.
     block_q, block_k
         Rows and columns of a tile; None chooses them.
 
@@ -88,7 +91,7 @@ def forward(
     lse = np.empty(problem.lse_shape, problem.accumulator)
     asked = statistics or {}
     with np.errstate(all="ignore"):  # infinities and NaN of the input are results here, not accidents
-        for chunk in chunks(call, block_q, block_k):
+        for chunk in chunks(call, block_q, block_k, batch_invariant):
             for rows in blocks(0, problem.seq_q, chunk.block_q):
                 at = (*chunk.queries, rows)
                 result[at], lse[at], maximum, entropy = forward_rows(chunk, rows, "entropy" in asked)
@@ -158,6 +161,7 @@ def backward(
     dout: Array,
     dlse: Array | None = None,
     *,
+    batch_invariant: bool = False,
     block_q: int | None = None,
     block_k: int | None = None,
 ) -> Any:
@@ -173,6 +177,8 @@ def backward(
         Gradient of the loss with respect to the output, (*batch, heads_q, seq_q, head_dim_v).
     dlse
         The same for the log-sum-exp, (*batch, heads_q, seq_q); None is 0.
+    batch_invariant
+        Whether each batch entry is computed as if it were alone.
     block_q, block_k
         Rows and columns of a tile; None chooses them.
 
@@ -200,7 +206,7 @@ def backward(
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in (call.q, call.k, call.v))
     sums = {name: np.zeros(call.operands[name].shape, problem.accumulator) for name in names}
     with np.errstate(all="ignore"):
-        for chunk in chunks(call, block_q, block_k):
+        for chunk in chunks(call, block_q, block_k, batch_invariant):
             chunk_dk, chunk_dv = np.zeros(chunk.k.shape, chunk.k.dtype), np.zeros(chunk.v.shape, chunk.v.dtype)
             chunk_sums = {name: cut(x, chunk.queries) for name, x in sums.items()}
             for rows in blocks(0, problem.seq_q, chunk.block_q):
@@ -367,11 +373,16 @@ class Chunk:
             yield slice(start, end)
 
 
-def chunks(call: Call, block_q: int | None, block_k: int | None) -> Iterator[Chunk]:
-    """Cut a call into chunks whose tiles of scores fit the cache."""
+def chunks(call: Call, block_q: int | None, block_k: int | None, batch_invariant: bool = False) -> Iterator[Chunk]:
+    """Cut a call into chunks whose tiles of scores fit the cache.
+
+    Entries that share a chunk share its tiles, which cover the keys that any of them sees, and a BLAS may round by the size
+    of a product.  `batch_invariant` gives each entry chunks of its own, and the BLAS rows of one pitch.
+    """
     problem = call.problem
     rows, columns, heads = tile_sizes(problem, block_q, block_k)
-    for keys in boxes((*problem.batch, problem.heads_k), heads):
+    shape = (*problem.batch, problem.heads_k)
+    for keys in entry_boxes(shape, heads) if batch_invariant else boxes(shape, heads):
         *batch, part = keys
         queries = (*batch, slice(part.start * problem.group, part.stop * problem.group))
         yield Chunk(
@@ -381,8 +392,8 @@ def chunks(call: Call, block_q: int | None, block_k: int | None) -> Iterator[Chu
             keys=keys,
             queries=queries,
             q=call.q[queries],
-            k=blas_ready(call.k[keys], problem.accumulator),
-            v=blas_ready(call.v[keys], problem.accumulator),
+            k=blas_ready(call.k[keys], problem.accumulator, batch_invariant),
+            v=blas_ready(call.v[keys], problem.accumulator, batch_invariant),
             operands={name: cut(x, queries) for name, x in call.operands.items()},
         )
 
@@ -416,17 +427,25 @@ def boxes(shape: tuple[int, ...], count: int) -> Iterator[tuple[slice, ...]]:
             yield (*(slice(i, i + 1) for i in outer), part, *rest)
 
 
+def entry_boxes(shape: tuple[int, ...], count: int) -> Iterator[tuple[slice, ...]]:
+    """The same without a box that holds more than one index of the axes before the last."""
+    for outer in np.ndindex(*shape[:-1]):
+        for part in blocks(0, shape[-1], count):
+            yield (*(slice(i, i + 1) for i in outer), part)
+
+
 def blocks(start: int, stop: int, step: int) -> Iterator[slice]:
     """Consecutive slices of at most `step` from `start` to `stop`."""
     for i in range(start, stop, step):
         yield slice(i, min(i + step, stop))
 
 
-def blas_ready(x: Array, dtype: str) -> Array:
-    """`x` in that dtype with rows that a BLAS takes as they are; a copy only if it is not so already."""
+def blas_ready(x: Array, dtype: str, always_copied: bool = False) -> Array:
+    """`x` in that dtype with rows that a BLAS takes as they are; a copy only if it is not so already, or if asked for."""
     *_, row, column = x.strides
     ready = x.dtype == dtype and column == x.itemsize and row % x.itemsize == 0 and row >= x.shape[-1] * x.itemsize
-    return x if ready and x.flags.aligned else x.astype(dtype, order="C")
+    ready = ready and x.flags.aligned and not always_copied
+    return x if ready else x.astype(dtype, order="C")
 
 
 def seen_product(left: Array, right: Array, seen: Seen) -> Array:

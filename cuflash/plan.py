@@ -18,7 +18,7 @@ from cuflash.backends import Device, select
 from cuflash.errors import UnsupportedError
 from cuflash.gradients import differentiable_operands
 from cuflash.modifiers import REGISTRY, Scaled
-from cuflash.place import Placed, merged_batch, placed
+from cuflash.place import Placed, address, compact, merged_batch, placed
 from cuflash.problem import Call, Problem
 from cuflash.schedules import rows
 from cuflash.schedules.base import Config
@@ -77,8 +77,8 @@ class Plan:
     ) -> bytearray:
         """The argument record with these addresses; those not named are null."""
         record = bytearray(self.template)
-        for name, address in pointers.items():
-            _POINTER.pack_into(record, self.offsets[name], address)
+        for name, pointer in pointers.items():
+            _POINTER.pack_into(record, self.offsets[name], pointer)
         for tensor_map in self.maps:
             key = (tensor_map.array, pointers[tensor_map.array])
             encoded = self.encoded.get(key)
@@ -289,11 +289,6 @@ def checked(*steps: Step) -> tuple[Step, ...]:
 
 
 # ---- arrays of a call ---------------------------------------------------------------------------------------------------
-def address(array: Any) -> int:
-    """Address of the first element of a NumPy or CuPy array."""
-    return int(array.ctypes.data) if isinstance(array, np.ndarray) else int(array.data.ptr)
-
-
 def places_of(problem: Problem, arrays: Mapping[str, Any]) -> tuple[tuple[str, Placed], ...]:
     """Places of the arrays by field name; operands are broadcast to the scores' axes."""
     found = []
@@ -303,6 +298,16 @@ def places_of(problem: Problem, arrays: Mapping[str, Any]) -> tuple[tuple[str, P
             shape = problem.score_shape
         found.append((name, placed(array, shape, address(array))))
     return tuple(found)
+
+
+def compacted(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, those of elements of the call's dtype in one place whatever batch they were cut from.
+
+    Tiles and backends are chosen by dtype, sizes, and how these arrays lie; nothing else that a row's bits depend on, so that
+    with this they do not depend on what else is in the batch.
+    """
+    names = ("q", "k", "v", "out", "dout")
+    return {name: compact(x, problem.layout) if name in names else x for name, x in arrays.items()}
 
 
 def pointers_of(arrays: Mapping[str, Any]) -> dict[str, int]:
