@@ -130,8 +130,7 @@ def planned(made: dict[str, Any], arch: int, compacted: bool) -> list[tuple[Any,
     call, device = described(made), described_device(arch)
     made_problem = call.problem
     lse = np.zeros(made_problem.lse_shape, made_problem.accumulator)
-    out = canonical(made["dout"].copy(), made_problem.layout)
-    dout = canonical(made["dout"], made_problem.layout)
+    out = dout = canonical(made["dout"], made_problem.layout)
     gradients = {
         f"d{name}": compact(np.zeros(x.shape, x.dtype), "bhsd")
         for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)
