@@ -244,16 +244,16 @@ template <int kRows> struct alignas(16) TileStatistics {
 __device__ __forceinline__ Real probability(Real s, Real shift, const Params& p) {
   return exp2_of(min_or_nan(fma_of(s, p.softmax_scale, -shift), Real(0)));
 }
-// The same where a key that its query does not see weighs nothing even if the query's lse is NaN.
-__device__ __forceinline__ Real seen_probability(Real s, Real shift, const Params& p) {
-  return s == -infinity<Real>() ? Real(0) : probability(s, shift, p);
-}
 // The same where the lse is not so large that its rounding could be felt.
 __device__ __forceinline__ Real near_probability(Real s, Real shift, const Params& p) {
   return exp2_of(fma_of(s, p.softmax_scale, -shift));
 }
 __device__ __forceinline__ bool is_near(const RowStatistics& row) {
   return !(fabs(row.shift) > Real(1 << 10)) || row.shift == infinity<Real>();
+}
+// P where a key that its query does not see weighs nothing even if the query's lse is NaN.
+__device__ __forceinline__ Real seen_probability(Real s, Real shift, const Params& p) {
+  return s == -infinity<Real>() ? Real(0) : probability(s, shift, p);
 }
 // Gradient of the score that enters the softmax.
 __device__ __forceinline__ Real score_gradient(Real probability, Real dp, Real delta) {
