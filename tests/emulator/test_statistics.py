@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash import abi, problem, tuning
+from cuflash import abi, problem, source, tuning
 from cuflash.backends import Device, described_device
 from cuflash.errors import UnsupportedError
 from cuflash.schedules import mma, simt
 from tests.cases import OPTIONS, STRIDES, Case
-from tests.emulator import kernels
+from tests.emulator import Mutant, examine, kernels
 from tests.emulator.kernels import SEEDS
 from tests.tolerance import Expectation
 
@@ -202,6 +202,69 @@ def test_batch_axes(tile, batch):
 @pytest.mark.parametrize("empty", [{"seq_k": 0}, {"seq_q": 0}, {"batch": (0,)}], ids=str)
 def test_empty(tile, empty, dtype):
     check(replace(Case("empty", dtype), **empty), 80, (0,))
+
+
+# ---- bugs sown on purpose --------------------------------------------------------------------------------------------
+BUGS = [
+    Mutant("forward_mma", "sums do not follow the maximum", "alpha[slot] * moved", "alpha[slot] * this->moment[slot]"),
+    Mutant("forward_mma", "sums keep their base", "alpha[slot] * moved", "moved"),
+    Mutant("forward_mma", "what is hidden is infinite", "max_of(power, kNothing)", "power"),
+    Mutant("forward_mma", "the maximum lags", "max_of(this->largest_score[slot], largest[slot])", "m[slot]"),
+    Mutant("forward_mma", "an empty row has an entropy", "l[slot] == Real(0) || h < Real(0)", "h < Real(0)"),
+    Mutant("forward_mma", "lanes are not summed", "Fragment::row_sum(this->moment[slot])", "this->moment[slot]"),
+    Mutant(
+        "forward_columns_mma",
+        "the next tile overwrites this one",
+        "load_queries(next, stage ^ 1)",
+        "load_queries(next, stage)",
+    ),
+    Mutant("forward_columns_mma", "queries are read before they arrive", "cp_async_wait_group<0>();", ""),
+    Mutant(
+        "forward_columns_mma", "nobody waits for the others", "__syncthreads();  // this tile has", "// this tile has"
+    ),
+    Mutant("forward_columns_mma", "lanes are not summed", "Fragment::row_sum(sum[slot])", "sum[slot]"),
+    Mutant(
+        "forward_columns_mma",
+        "all heads have the first one's lse",
+        "(p.lse.data) + place.offset(p.lse)",
+        "(p.lse.data)",
+    ),
+    Mutant(
+        "forward_columns_simt",
+        "the next lse overwrites this one",
+        "load_queries(next, buffer ^ 1)",
+        "load_queries(next, buffer)",
+    ),
+    Mutant(
+        "forward_columns_simt", "the next queries come too early", "__syncthreads();  // queries are", "// queries are"
+    ),
+    Mutant(
+        "forward_columns_simt", "nobody waits for the others", "__syncthreads();  // this tile has", "// this tile has"
+    ),
+]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.kernel}: {bug.description}")
+def test_bug_is_noticed(tile, bug):
+    dtype = "float32" if bug.kernel.endswith("simt") else "float16"
+    case = Case("bug", dtype, heads_k=1, causal=True, seq_q=70, seq_k=53, head_dim=24, scale=1.0)
+    call, _, _ = replace(case, values="dominant key late").call()
+    expectation = Expectation(call)
+    found = []
+
+    def note(variant):
+        found.append(variant)
+        return source.build(variant)
+
+    expectation.check_statistics(kernels.statistics(call, 80, text=note)[2])
+    variant = next(v for v in found if v.kernel == bug.kernel)
+
+    def run(text, seed):
+        _, _, results = kernels.statistics(call, 80, seed, text=lambda v: text if v == variant else source.build(v))
+        expectation.check_statistics(results)
+
+    findings = examine(bug, source.build(variant), run, SEEDS)
+    assert findings.noticed, findings
 
 
 def test_hopper_leaves_them_to_mma():
