@@ -1,10 +1,12 @@
 """cuflash: exact FlashAttention, forward and backward, for NumPy-style arrays."""
 
-from cuflash.api import attention, attention_backward, attention_vjp, explain
+from cuflash.api import attention, attention_backward, attention_statistics, attention_vjp, explain
 from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
 from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
+from cuflash.picture import draw_attention
+from cuflash.statistics import Statistics
 from cuflash.union import merge, merge_backward, merge_vjp
 
 __version__ = "0.1.0"
@@ -19,12 +21,15 @@ __all__ = [
     "Explanation",
     "KeyLengths",
     "ShapeError",
+    "Statistics",
     "UnsupportedError",
     "__version__",
     "attention",
     "attention_backward",
+    "attention_statistics",
     "attention_vjp",
     "attention_weights",
+    "draw_attention",
     "explain",
     "merge",
     "merge_backward",

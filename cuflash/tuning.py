@@ -31,6 +31,26 @@ class BackwardTile(NamedTuple):
     blocks_per_sm: int
 
 
+class ColumnsTile(NamedTuple):
+    """Tile of forward_columns_mma.cu."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+    blocks_per_sm: int
+    k_in_registers: bool = False
+
+
+class ColumnsSimtTile(NamedTuple):
+    """Tile of forward_columns_simt.cu: a warp has `lane_rows` rows of lanes, a thread so many keys and queries."""
+
+    warps: int
+    lane_rows: int
+    thread_rows: int
+    thread_columns: int
+
+
 class ForwardWgmmaTile(NamedTuple):
     """Tile of forward_wgmma.cu, for head sizes, keys per query and weights of modifiers up to a limit."""
 
@@ -60,6 +80,25 @@ FORWARD_MMA = (
     ForwardTile(32, 32, 2, 1, 1),
     ForwardTile(32, 16, 2, 1, 1),
     ForwardTile(16, 16, 1, 1, 1),
+)
+
+COLUMNS_MMA = (
+    ColumnsTile(64, 128, 4, 2, 2, k_in_registers=True),
+    ColumnsTile(64, 128, 4, 2, 2),
+    ColumnsTile(64, 64, 4, 2, 2),
+    ColumnsTile(64, 64, 4, 1, 2),
+    ColumnsTile(32, 64, 4, 1, 1),
+    ColumnsTile(32, 32, 2, 1, 1),
+    ColumnsTile(16, 16, 1, 1, 1),
+)
+
+COLUMNS_SIMT = (
+    ColumnsSimtTile(4, 8, 4, 8),
+    ColumnsSimtTile(4, 8, 4, 4),
+    ColumnsSimtTile(4, 8, 2, 4),
+    ColumnsSimtTile(2, 8, 2, 2),
+    ColumnsSimtTile(1, 8, 1, 2),
+    ColumnsSimtTile(1, 8, 1, 1),
 )
 
 BACKWARD_MMA = (

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from cuflash import jit, source
+from cuflash.abi import STATISTICS
 from cuflash.errors import UnsupportedError
 from cuflash.schedules import wgmma
 from cuflash.variant import Variant
@@ -60,6 +61,7 @@ def entries() -> Iterator[Entry]:
                 yield Entry(arch, dtype, *sizes, option, aligned)
                 yield Entry(arch, dtype, *sizes, option, aligned, seq_q=1)
                 yield Entry(arch, dtype, *sizes, option, aligned, deterministic=True)
+                yield Entry(arch, dtype, *sizes, option, aligned, statistics=STATISTICS)
         for dtype, sizes, option in product(HALVES, HOPPER_SIZES, (*OPTIONS, *TOGETHER)):
             for lengths in (SHORT, MEDIUM, LONG):
                 yield hopper(dtype, sizes, option, lengths)
@@ -101,6 +103,13 @@ def entries() -> Iterator[Entry]:
         yield Entry(arch, dtype, 64, 64, "sparse-causal")
         yield Entry(arch, dtype, 128, 128, "sparse-causal", aligned=False)
         yield Entry(arch, dtype, 128, 128, "sparse-everything")
+    for (arch, dtype), size in product(((90, "bfloat16"), (75, "float16")), (16, 64, 80, 128, 256, 512)):
+        for option in ("causal", "everything"):
+            yield Entry(arch, dtype, size, size, option, statistics=STATISTICS)
+    for arch, dtype, size in product((75, 90), ("float32", "float64"), (64, 128)):
+        yield Entry(arch, dtype, size, size, "everything", statistics=STATISTICS)
+    for name, option in product(STATISTICS, ("plain", "sparse-everything")):
+        yield Entry(80, "bfloat16", 128, 128, option, aligned=option == "plain", statistics=(name,))
     # What takes the most registers of each tile; what many modifiers take is much the same for all head sizes.
     for sizes, option in product(HOPPER_SIZES, ("plain", "causal")):
         yield hopper("bfloat16", sizes, option)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuflash import plan
+from cuflash.api import statistics_shapes
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
@@ -43,6 +44,7 @@ class Entry:
     seq_k: int = LENGTH
     deterministic: bool = False
     backend: str | None = None  # those of every device, unless another is asked for
+    statistics: tuple[str, ...] = ()  # these of the forward; the backward is left out
 
     def variants(self) -> Iterator[Variant]:
         """The kernels of its forward and backward."""
@@ -61,10 +63,15 @@ class Entry:
         requested = self.backend or ("mma" if dtype.itemsize == 2 else "simt")
         lse = np.zeros(problem.lse_shape, problem.accumulator)
         sums = {f"d{n}": np.zeros(x.shape, problem.accumulator) for n, x in call.operands.items() if n == "bias"}
-        forward = plan.forward_arrays(call, out, lse)
+        shapes = statistics_shapes(problem)
+        statistics = {name: np.zeros(shapes[name], problem.accumulator) for name in self.statistics}
+        forward = plan.forward_arrays(call, out, lse, **statistics)
         backward = plan.backward_arrays(call, out=out, lse=lse, dout=out, dq=q, dk=k, dv=v, **sums)
         forward, backward = (plan.places_of(problem, arrays) for arrays in (forward, backward))
         steps = plan.plan_forward(problem, device, forward, requested).steps
+        if self.statistics:
+            yield from (step.variant for step in steps)
+            return
         try:
             steps += plan.plan_backward(problem, device, backward, self.deterministic, requested).steps
         except UnsupportedError:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cuflash import tensormap, tuning
+from cuflash.abi import STATISTICS
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import Tile
 from cuflash.place import Placed
@@ -186,6 +187,8 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
     """Why these kernels do not take the problem with arrays at these places, or None."""
     if 0 < device.compiler < MIN_COMPILER:
         return f"NVRTC {device.compiler // 100}.{device.compiler % 100} is older than 12.9"
+    if asked := [name for name in STATISTICS if name in at]:
+        return f"it computes no statistics beside lse, and {', '.join(asked)} was asked for"
     if not (problem.batch_size and problem.seq_q and problem.seq_k):
         return "an array is empty, which no tensor map describes"
     if sparse := [m.name for m in problem.modifiers if m.knows_tiles()]:
