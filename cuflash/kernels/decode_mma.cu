@@ -14,7 +14,6 @@
 
 constexpr int kKeyBlocks = Config::kBlockK / 8;
 typedef MmaFragment<1, kKeyBlocks> ProductFragment;
-constexpr int kUnroll = Config::kRows == 16 && Config::kHeadDimV > 128 ? 2 : Config::kHeadDim / 16;
 
 // Tiles of 16 rows, and of 8: their output is computed transposed.
 template <int kRows> struct Shape {
@@ -137,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       __syncwarp();  // the block has arrived
       float product[ProductFragment::kSize], s[ScoreFragment::kSize];
       clear(product);
-      gemm_rows_rows<Config::kHeadDim, ProductFragment, Element, kUnroll>(product, shared.q, 0, mine.k[stage], 0);
+      gemm_rows_rows<Config::kHeadDim, ProductFragment, Element>(product, shared.q, 0, mine.k[stage], 0);
       Tiles::take(s, product);
       const int key = unit.key(current);
       packed_scores(s, s_at, rows, p, walk.sequence.place, key, holds(seen_by_all, {key, key + Config::kBlockK}));

@@ -8,7 +8,7 @@ from cuflash import tuning
 from cuflash.errors import UnsupportedError
 from cuflash.problem import Problem
 from cuflash.schedules.base import padded, tiles
-from cuflash.schedules.mma import STEP, is_rich, tile_bytes
+from cuflash.schedules.mma import STEP, tile_bytes
 
 MAX_HEAD_DIM = 256
 MAX_HEAD_LANES = 4  # heads whose keys are read side by side
@@ -102,14 +102,14 @@ def mma(
 ) -> DecodeMma:
     """The first ring of the table that fits; tiles of 8 rows where these hold all queries of a group.
 
-    So are those of wide heads with modifiers that look at single scores: 16 rows leave these no registers.
+    So are those of values wider than 192: an output of 16 such rows leaves a warp no registers.
     """
-    is_tight = problem.head_dim_v > 192 and is_rich(problem)
+    has_narrow_tiles = problem.seq_q * problem.group <= 8 or problem.head_dim_v > 192
     for tile in tuning.DECODE_MMA:
         config = DecodeMma(
             head_dim=padded(problem.head_dim, STEP),
             head_dim_v=padded(problem.head_dim_v, STEP),
-            rows=8 if problem.seq_q * problem.group <= 8 or is_tight else 16,
+            rows=8 if has_narrow_tiles else 16,
             block_k=tile.block_k,
             warps=tile.warps,
             stages=tile.stages,
