@@ -128,7 +128,9 @@ def attention_decode(
             return replayed if return_lse else replayed[0]
     home, native = arrays.gather({"q": q, **given, **api.present(out=out)})
     api.check_backend(backend, home)
-    call = enter(home, native, lengths, page_table, scale, causal, window, softcap, api.keep(modifiers), layout, checked)
+    call = enter(
+        home, native, lengths, page_table, scale, causal, window, softcap, api.keep(modifiers), layout, checked
+    )
     problem = call.problem
     check_written(call, home, native)
     if out is not None:
@@ -260,5 +262,3 @@ def check_written(call: DecodeCall, home: Home, native: dict[str, Any]) -> None:
                 raise ArgumentError(
                     f"{name} overlaps {other}, and k_new is appended in place; pass arrays of their own memory"
                 )
-
-

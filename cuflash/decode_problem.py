@@ -137,7 +137,8 @@ def describe(
         v,
         lengths,
         page_table,
-        *(canonical(native[name], layout) if seq_new else None for name in ("k_new", "v_new")),
+        canonical(native["k_new"], layout) if seq_new else None,
+        canonical(native["v_new"], layout) if seq_new else None,
         {name: operand(m, name, x, problem) for m in chain for name, x in m.arrays().items()},
     )
 

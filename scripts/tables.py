@@ -284,7 +284,27 @@ def sparse(rows: list[Row]) -> str:
     return markdown(header, lines, left=3)
 
 
+def decode(rows: list[Row]) -> str:
+    """GB/s of keys and values, on the GPU and of single calls, beside a kernel that only reads."""
+    keys = ("batch", "heads_q", "heads_k", "seq_k", "cache")
+    groups, systems = grouped(rows, keys), [s for s in systems_of(rows) if s != "read"]
+    ceilings = {tuple(row[key] for key in keys[:-1]): row for row in rows if row["system"] == "read"}
+    lines = []
+    for values, by_system in groups.items():
+        batch, heads_q, heads_k, seq_k, cache = values
+        read = ceilings.get(values[:-1])
+        rates = [f"{by_system[s]['gbps']:.0f}" if s in by_system else "-" for s in systems]
+        singles = [f"{by_system[s]['gbps_single']:.0f}" if s in by_system else "-" for s in systems]
+        ceiling = f"{read['gbps']:.0f}" if read else "-"
+        if any(s in by_system for s in systems):
+            lines.append((f"{batch} x {heads_q}/{heads_k} x {seq_k}", cache, *rates, ceiling, *singles))
+    names = [SYSTEMS.get(system, system) for system in systems]
+    header = ("batch x heads x keys", "cache", *(f"{n}, GPU" for n in names), "reading alone")
+    return markdown((*header, *(f"{n}, single calls" for n in names)), lines, left=2)
+
+
 TOPICS: dict[str, Callable[[list[Row]], str]] = {
+    "decode": decode,
     "speed": speed,
     "precision": precision,
     "memory": memory,

@@ -60,7 +60,8 @@ class DecodeCase:
         rows = self.page_size or self.capacity
 
         def cache(parts: list[np.ndarray], until: list[int]) -> np.ndarray:
-            x = np.full((pages, self.heads_k, rows, parts[0].shape[-1]), np.nan, dtype)
+            width = self.head_dim if parts is keys else head_dim_v
+            x = np.full((pages, self.heads_k, rows, width), np.nan, dtype)
             for entry, (part, n) in enumerate(zip(parts, until, strict=True)):
                 for position in range(n):
                     page, row = divmod(position, rows)
@@ -148,7 +149,9 @@ class Made:
     def check_caches(self, k_cache: np.ndarray, v_cache: np.ndarray) -> None:
         """Fail unless the new keys stand where they belong, and nothing else has changed; arrays in the layout."""
         for name, found, want in zip(("k_cache", "v_cache"), (k_cache, v_cache), self.after, strict=True):
-            bits = [np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}") for x in (canonical(found, self.case.layout), want)]
+            bits = [
+                np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}") for x in (canonical(found, self.case.layout), want)
+            ]
             wrong = np.argwhere(bits[0] != bits[1])
             assert not wrong.size, f"{name}{wrong[0].tolist()} differs after {self.case}, and {len(wrong) - 1} more"
 

@@ -94,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       const Unit unit(p, walk, next);
       KeyRow row{nullptr, nullptr, false};
       if (lane < Config::kBlockK)
-        row = key_row<Config::kPaged, Config::kAppends>(p, walk.sequence, unit.head_k, unit.seen, unit.key(next) + lane);
+        row =
+            key_row<Config::kPaged, Config::kAppends>(p, walk.sequence, unit.head_k, unit.seen, unit.key(next) + lane);
       copy_rows<Config::kAligned>(mine.k[stage], row.k, p.head_dim, row.column_k(p), policy);
       copy_rows<Config::kAligned>(mine.v[stage], row.v, p.head_dim_v, row.column_v(p), policy);
     }

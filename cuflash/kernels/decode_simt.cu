@@ -46,8 +46,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const auto load_q = [&] {
     if (at >= end) return;
     const Walk walk = moved_to(here, p, at);
-    load_queries<Config::kRows, Config::kHeadDim>(p, walk.sequence, Unit(p, walk, at),
-                                                  [&](int row, int column, Element x) { shared.q[row][column] = to_real(x); });
+    load_queries<Config::kRows, Config::kHeadDim>(
+        p, walk.sequence, Unit(p, walk, at),
+        [&](int row, int column, Element x) { shared.q[row][column] = to_real(x); });
   };
   load_q();
   __syncthreads();
@@ -65,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 #pragma unroll 1
     for (; current < at; current += Config::kWarps) {
       const int key = unit.key(current);
-      const KeyRow row = key_row<Config::kPaged, Config::kAppends>(p, walk.sequence, unit.head_k, unit.seen, key + lane);
+      const KeyRow row =
+          key_row<Config::kPaged, Config::kAppends>(p, walk.sequence, unit.head_k, unit.seen, key + lane);
       Real s[ScoreFragment::kSize];
       clear(s);
       if (row.k) multiply_rows<Config::kAligned>(s, shared.q, row.k, p.head_dim, row.column_k(p));

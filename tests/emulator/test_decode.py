@@ -109,6 +109,18 @@ def test_one_long_entry(target):
         check(DecodeCase("long", dtype, (900,), heads_q=4, heads_k=heads_k, capacity=1000), device_of(arch, 16))
 
 
+@main
+def test_without_queries_keys_are_still_appended(target):
+    arch, dtype = target
+    check(named("append", dtype=dtype, seq_q=0), arch, (0, 1))
+
+
+@main
+def test_a_cache_without_positions(target):
+    arch, dtype = target
+    check(DecodeCase("none", dtype, (0, 0), capacity=0), arch, (0, 1))
+
+
 def test_the_launch_depends_on_shapes_alone():
     plans = [decode(replace(named("append"), lengths=n).make(), device_of(80))[2] for n in ((60, 0), (1, 62))]
     first, second = ((plan.steps, plan.template, plan.workspace()) for plan in plans)
@@ -135,7 +147,10 @@ def test_numbers_of_pages_outside_the_pool(target):
         table = made.table.copy()
         wrong = replace(made, table=table, keys=[x.copy() for x in made.keys], values=[x.copy() for x in made.values])
         table[1, page] = value
-        for x in (wrong.keys[1], wrong.values[1]):  # the last page holds the new keys, which are attended to all the same
+        for x in (
+            wrong.keys[1],
+            wrong.values[1],
+        ):  # the last page holds the new keys, which are attended to all the same
             x[:, 16 * page : min(16 * page + 16, 44)] = 0
         after = [x.copy() for x in made.after]
         if page == 2:
@@ -213,7 +228,12 @@ def test_strides_of_results(target, strides):
 
 
 # ---- the test of the tests ---------------------------------------------------------------------------------------------
-SLICES, CACHE, PACKED, PARTIALS = "decode_slices.cuh", "attention/cache.cuh", "attention/packed.cuh", "attention/partials.cuh"
+SLICES, CACHE, PACKED, PARTIALS = (
+    "decode_slices.cuh",
+    "attention/cache.cuh",
+    "attention/packed.cuh",
+    "attention/partials.cuh",
+)
 SABOTAGES = (
     ("the count of arrivals stays", SLICES, "if (threadIdx.x == 0) *arrivals = 0;", ""),
     ("two parts of a block share a slot", SLICES, "slices.begin(first) < unit.begin ? 1 : 0", "false ? 1 : 0"),
@@ -224,12 +244,22 @@ SABOTAGES = (
     ("parts count alike", PARTIALS, "const Real weight = weight_in(base, part[i].m, p);", "const Real weight = 1;"),
     ("copies are not waited for", "decode_mma.cu", "cp_async_wait_group<Config::kStages - 1>();", ""),
     ("new keys beyond the capacity are written", CACHE, "if (position >= p.seq_k) continue;", ""),
-    ("new keys are read where they are being written", CACHE, "if (kAppends && position >= sequence.cached)", "if (false)"),
+    (
+        "new keys are read where they are being written",
+        CACHE,
+        "if (kAppends && position >= sequence.cached)",
+        "if (false)",
+    ),
     ("keys behind the length are read", CACHE, "position < seen.begin || position >= seen.end", "false"),
     ("pages outside the pool are read", CACHE, "page < 0 || page >= p.pages", "false"),
     ("queries all stand at one position", PACKED, "sequence.first_query + row.query", "sequence.first_query"),
     ("heads of a group are one", PACKED, "head_k * p.group + row - query * p.group", "head_k * p.group"),
-    ("rows take the factor of their neighbour", "hw/fragment.cuh", "threadIdx.x % 4 * 8 + slot * 4", "threadIdx.x % 4 * 8"),
+    (
+        "rows take the factor of their neighbour",
+        "hw/fragment.cuh",
+        "threadIdx.x % 4 * 8 + slot * 4",
+        "threadIdx.x % 4 * 8",
+    ),
 )
 
 
@@ -241,21 +271,31 @@ def test_bugs_are_noticed(monkeypatch, _name, path, old, new):
     text = source.build.__wrapped__  # not the kept text of the sound kernel
 
     lengths = {**LONG, "lengths": (290, 0, 1, 319, 77)}
-    cases = [named("everything", **lengths), named("append", lengths=(0, 3, 20), capacity=21), named("alibi", values=3.0)]
-    with pytest.raises((AssertionError, EmulatorError)):
+    cases = [
+        named("everything", **lengths),
+        named("append", lengths=(0, 3, 20), capacity=21),
+        named("alibi", values=3.0),
+    ]
+
+    def run():
         for case in cases:
             check(case, device_of(80), text=text, launches=2)
-        test_numbers_of_pages_outside_the_pool_by(text)
+        read_a_page_far_outside(text)
+
+    with pytest.raises((AssertionError, EmulatorError)):
+        run()
 
 
-def test_numbers_of_pages_outside_the_pool_by(text=source.build):
-    """A page far outside the pool is no memory."""
+def read_a_page_far_outside(text):
     made = named("causal", page_size=16).make()
     table = made.table.copy()
     table[0, 0] = 1 << 20
-    made = replace(made, table=table)
-    out, _, _ = decode(made, device_of(80), text=text)
+    out, _, _ = decode(replace(made, table=table), device_of(80), text=text)
     assert np.isfinite(out.astype(np.float32)).all()
+
+
+def test_a_page_far_outside_the_pool_is_no_memory():
+    read_a_page_far_outside(source.build)
 
 
 def test_targets_have_both_kernels():

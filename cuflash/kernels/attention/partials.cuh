@@ -37,7 +37,8 @@ template <int kWidth> struct RowUnion {
   Real o[kWidth] = {};
 
   template <int kParts>
-  __device__ __forceinline__ void add(const RowTotal (&part)[kParts], const Real (&x)[kParts][kWidth], const Params& p) {
+  __device__ __forceinline__ void add(const RowTotal (&part)[kParts], const Real (&x)[kParts][kWidth],
+                                      const Params& p) {
     Real base = all.m;
 #pragma unroll
     for (int i = 0; i < kParts; ++i) base = max_of(base, part[i].m);
