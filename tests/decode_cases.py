@@ -42,6 +42,14 @@ class DecodeCase:
     values: float = 1.0
     full: bool = False  # no lengths are passed: all positions are taken
 
+    def __str__(self) -> str:
+        return f"{self.name}-{self.dtype}"
+
+    @property
+    def sizes(self) -> str:
+        """Head sizes and queries, as a name."""
+        return f"{self.head_dim}x{self.head_dim_v or self.head_dim}-{self.seq_q}"
+
     def make(self, seed: int = 0) -> "Made":
         """Its arrays, in the layout, and what they must become."""
         rng = np.random.default_rng(seed)

@@ -54,6 +54,9 @@ typedef Shape<Config::kRows> Tiles;
 typedef Tiles::ScoreFragment ScoreFragment;
 typedef Tiles::OutFragment OutFragment;
 
+constexpr int kGroupK = group_rows<Config::kHeadDim, Element>(), kGroupV = group_rows<Config::kHeadDimV, Element>();
+constexpr int kGroup = kGroupK > kGroupV ? kGroupK : kGroupV;
+
 struct WarpStorage {
   SharedTile<Config::kBlockK, Config::kHeadDim, Element> k[Config::kStages];
   SharedTile<Config::kBlockK, Config::kHeadDimV, Element> v[Config::kStages];
@@ -65,6 +68,16 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/decode.py disagrees");
 
+// What a warp copies from.
+struct Source {
+  Sequence sequence;
+  Unit unit;
+
+  __device__ __forceinline__ Source(const Params& p, Start& ahead, u32 at) : Source(p, moved_to(ahead, p, at), at) {}
+  __device__ __forceinline__ Source(const Params& p, const Walk& walk, u32 at)
+      : sequence(walk.sequence), unit(p, walk, at) {}
+};
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     CUFLASH_ENTRY(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -72,42 +85,38 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   WarpStorage& mine = shared.warp[warp];
 
-  if (warp == 0) {
-    const Start start = find_start(p);
-    if (lane == 0) shared.merge.start = start;
-  }
-  __syncthreads();
-  const Slices slices(shared.merge.start.total);
-  const u32 slice = blockIdx.x / Config::kHeadLanes;
-  u32 at = 0, end = 0;
-  if (slice < slices.count) {
-    at = slices.begin(slice);
-    end = slices.begin(slice + 1);
-  }
+  const Share share(p, shared.merge.start);
+  if (share.begin == share.end) return append_share(p);
+  const u32 end = share.end;
+  u32 at = share.begin;  // where the next unit begins, or the rest of one
 
   const StreamPolicy policy = createpolicy_evict_first();
   Start ahead = shared.merge.start;
   u32 next = at + warp;  // block of keys that is copied next
+  Source source(p, ahead, min(next, end - 1));
   const auto load = [&](int stage) {
     if (next < end) {
-      const Walk walk = moved_to(ahead, p, next);
-      const Unit unit(p, walk, next);
+      if (next >= source.unit.end) source = Source(p, ahead, next);
+      const Unit& unit = source.unit;
+      const int key = unit.key(next);
       KeyRow row{nullptr, nullptr, false};
       if (lane < Config::kBlockK)
-        row =
-            key_row<Config::kPaged, Config::kAppends>(p, walk.sequence, unit.head_k, unit.seen, unit.key(next) + lane);
-      copy_rows<Config::kAligned>(mine.k[stage], row.k, p.head_dim, row.column_k(p), policy);
-      copy_rows<Config::kAligned>(mine.v[stage], row.v, p.head_dim_v, row.column_v(p), policy);
+        row = key_row<Config::kPaged, Config::kAppends>(p, source.sequence, unit.head_k, unit.seen, key + lane);
+      if (Config::kAligned &&
+          is_in_groups<Config::kPaged, Config::kBlockK, kGroup>(p, source.sequence, unit.seen, key)) {
+        copy_groups(mine.k[stage], row.k, p.k.row, p.head_dim, policy);
+        copy_groups(mine.v[stage], row.v, p.v.row, p.head_dim_v, policy);
+      } else {
+        copy_rows<Config::kAligned>(mine.k[stage], row.k, p.head_dim, row.column_k(p), policy);
+        copy_rows<Config::kAligned>(mine.v[stage], row.v, p.head_dim_v, row.column_v(p), policy);
+      }
     }
     cp_async_commit_group();
     next += Config::kWarps;
   };
 #pragma unroll 1
   for (int stage = 0; stage < Config::kStages; ++stage) load(stage);
-  if constexpr (Config::kAppends) {
-    const int first = int(blockIdx.x) * Config::kWarps + warp, step = int(gridDim.x) * Config::kWarps;
-    append<Config::kPaged>(p, first, step, lane, 32);
-  }
+  append_share(p);
 
   Start here = shared.merge.start;
   u32 current = at + warp;  // block of keys that is worked on next
@@ -155,6 +164,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       load(stage);
       stage = stage + 1 == Config::kStages ? 0 : stage + 1;
     }
-    finish_part(shared.merge, p, slices, slice, walk.sequence.entry(), unit, softmax, s_at, o, o_at, load_q);
+    finish_part(shared.merge, p, share, walk.sequence.entry(), unit, softmax, s_at, o, o_at, load_q);
   }
 }

@@ -24,22 +24,11 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
 
-  if (warp == 0) {
-    const Start start = find_start(p);
-    if (lane == 0) shared.merge.start = start;
-  }
-  __syncthreads();
-  const Slices slices(shared.merge.start.total);
-  const u32 slice = blockIdx.x / Config::kHeadLanes;
-  u32 at = 0, end = 0;
-  if (slice < slices.count) {
-    at = slices.begin(slice);
-    end = slices.begin(slice + 1);
-  }
-  if constexpr (Config::kAppends) {
-    const int first = int(blockIdx.x) * Config::kWarps + warp, step = int(gridDim.x) * Config::kWarps;
-    append<Config::kPaged>(p, first, step, lane, 32);
-  }
+  const Share share(p, shared.merge.start);
+  append_share(p);
+  if (share.begin == share.end) return;
+  const u32 end = share.end;
+  u32 at = share.begin;  // where the next unit begins, or the rest of one
 
   Start here = shared.merge.start;
   u32 current = at + warp;  // block of keys that is worked on next
@@ -88,6 +77,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
                                                          p.head_dim_v, column_stride);
       }
     }
-    finish_part(shared.merge, p, slices, slice, walk.sequence.entry(), unit, softmax, s_at, o, o_at, load_q);
+    finish_part(shared.merge, p, share, walk.sequence.entry(), unit, softmax, s_at, o, o_at, load_q);
   }
 }

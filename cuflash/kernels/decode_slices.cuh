@@ -81,6 +81,34 @@ __device__ __forceinline__ Start find_start(const Params& p) {
   return start;
 }
 
+// This block's part of the list, [begin, end); all threads of the block make it.
+struct Share {
+  Slices slices;
+  u32 slice, begin, end;
+
+  __device__ __forceinline__ Share(const Params& p, Start& start) : slices(found(p, start).total) {
+    slice = blockIdx.x / Config::kHeadLanes;
+    begin = slice < slices.count ? slices.begin(slice) : 0;
+    end = slice < slices.count ? slices.begin(slice + 1) : 0;
+  }
+
+ private:
+  static const __device__ __forceinline__ Start& found(const Params& p, Start& start) {
+    if (threadIdx.x < 32) {
+      const Start mine = find_start(p);
+      if (threadIdx.x == 0) start = mine;
+    }
+    __syncthreads();
+    return start;
+  }
+};
+
+// New keys into their caches, shared out to all warps of the grid.
+__device__ __forceinline__ void append_share(const Params& p) {
+  const int first = int(blockIdx.x * Config::kWarps + threadIdx.x / 32), step = int(gridDim.x) * Config::kWarps;
+  if constexpr (Config::kAppends) append<Config::kPaged>(p, first, step, int(threadIdx.x) % 32, 32);
+}
+
 // An entry of the batch in the list.
 struct Walk {
   Sequence sequence;
@@ -191,12 +219,12 @@ constexpr int kParts = sizeof(Real) == 4 ? 12 : 6;  // that are under way at onc
 // The results of the warps for their part of a unit, [from, to) in the list, become one; a whole unit is written, of a cut
 // one the part is left, or the sum of all parts written.  `between` is run when all warps are done with the unit.
 template <class Softmax, class ScoreFragment, class OutFragment, class Between>
-__device__ __forceinline__ void finish_part(MergeStorage& merge, const Params& p, const Slices& slices, u32 slice,
-                                            int entry, const Unit& unit, Softmax& softmax, const ScoreFragment& s_at,
+__device__ __forceinline__ void finish_part(MergeStorage& merge, const Params& p, const Share& share, int entry,
+                                            const Unit& unit, Softmax& softmax, const ScoreFragment& s_at,
                                             const Real (&o)[OutFragment::kSize], const OutFragment& o_at,
                                             Between between) {
   const int warp = int(threadIdx.x) / 32;
-  const u32 first = slices.holding(unit.begin), last = slices.holding(unit.end - 1);
+  const u32 first = share.slices.holding(unit.begin), last = share.slices.holding(unit.end - 1);
   const bool whole = first == last;
   u32* const arrivals = static_cast<u32*>(p.arrivals) + first * Config::kHeadLanes + lane_of_heads();
   u32 before = 0;
@@ -242,12 +270,12 @@ __device__ __forceinline__ void finish_part(MergeStorage& merge, const Params& p
   // A slice's first part has slot 0; a part that begins within the slice, where another came before it, has slot 1.
   const auto slot_of = [&](u32 of) {
     const u32 block = of * Config::kHeadLanes + lane_of_heads();
-    return 2 * block + (of == first && slices.begin(first) < unit.begin ? 1 : 0);
+    return 2 * block + (of == first && share.slices.begin(first) < unit.begin ? 1 : 0);
   };
   Chunk<Real>* const parts = static_cast<Chunk<Real>*>(p.parts);
   RowTotal* const totals = static_cast<RowTotal*>(p.part_totals);
   if (!merge.is_last) {
-    const u32 slot = slot_of(slice);
+    const u32 slot = slot_of(share.slice);
     for (int index = int(threadIdx.x); index < rows * kPieces; index += Config::kThreads) {
       const int row = index / kPieces, piece = index % kPieces;
       parts[(slot * Config::kRows + row) * kPieces + piece] = merged_piece(merge, row, piece);
@@ -270,7 +298,7 @@ __device__ __forceinline__ void finish_part(MergeStorage& merge, const Params& p
         const u32 from = slot_of(min(of + i, last)) * Config::kRows + row;
         part[i] = no_keys();
         Chunk<Real> o = {};
-        if (of + i == slice) {
+        if (of + i == share.slice) {
           part[i] = merge.total[row];
           o = merged_piece(merge, row, piece);
         } else if (of + i <= last) {

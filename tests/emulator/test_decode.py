@@ -251,6 +251,9 @@ SABOTAGES = (
         "if (false)",
     ),
     ("keys behind the length are read", CACHE, "position < seen.begin || position >= seen.end", "false"),
+    ("groups of rows lie across pages", CACHE, "kPaged && p.page_size % kGroup != 0", "false"),
+    ("groups reach into new keys", CACHE, "min(seen.end, sequence.cached)", "seen.end"),
+    ("groups reach behind the length", CACHE, "position + kBlock <=", "position <"),
     ("pages outside the pool are read", CACHE, "page < 0 || page >= p.pages", "false"),
     ("queries all stand at one position", PACKED, "sequence.first_query + row.query", "sequence.first_query"),
     ("heads of a group are one", PACKED, "head_k * p.group + row - query * p.group", "head_k * p.group"),
@@ -275,6 +278,8 @@ def test_bugs_are_noticed(monkeypatch, _name, path, old, new):
         named("everything", **lengths),
         named("append", lengths=(0, 3, 20), capacity=21),
         named("alibi", values=3.0),
+        named("append-in-pages", lengths=(60, 35)),
+        named("append", lengths=(60, 35, 14)),
     ]
 
     def run():

@@ -27,9 +27,20 @@ KINDS = (
 MAIN = [kind for kind in KINDS if kind.dtype in ("bfloat16", "float32")]
 #: entries that are empty, short, and longer than a multiprocessor's share
 LONG = {"lengths": (2900, 0, 1, 3000, 777), "capacity": 3200, "head_dim": 64}
+HEAD_SIZES = ((1, 1), (7, 33), (64, 64), (128, 128), (192, 128), (256, 256))
+#: of the dtypes that a kernel computes besides those of MAIN
+FEW = ("plain", "append", "everything")
+OPTION_CASES = [(kind, named(name, head_dim=64)) for kind in KINDS for name in OPTIONS if kind in MAIN or name in FEW]
+SIZE_CASES = [
+    (kind, DecodeCase("dims", "", (300, 17), 4, 2, seq_q, 1, *sizes, capacity=301))
+    for kind in KINDS
+    for sizes in HEAD_SIZES
+    for seq_q in ((1, 7) if kind.backend == "mma" else (1,))
+]
+#: kernels that are compiled beforehand, on all cores (warm_cache.py)
+COMPILED_FIRST = [(kind, replace(case, dtype=kind.dtype)) for kind, case in (*OPTION_CASES, *SIZE_CASES)]
 
 needs_device = pytest.mark.skipif(DRY, reason="of a device alone")
-all_kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
 main_kinds = pytest.mark.parametrize("kind", MAIN, ids=str)
 
 
@@ -86,10 +97,9 @@ def run(device: Device, kind: Kind, case: DecodeCase, seed: int = 0) -> np.ndarr
     return results[0]
 
 
-@all_kinds
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(device: Device, kind: Kind, name: str) -> None:
-    run(device, kind, named(name))
+@pytest.mark.parametrize(("kind", "case"), OPTION_CASES, ids=str)
+def test_options(device: Device, kind: Kind, case: DecodeCase) -> None:
+    run(device, kind, case)
 
 
 @main_kinds
@@ -109,28 +119,29 @@ def test_pages(device: Device, kind: Kind, page_size: int, layout: str) -> None:
 @pytest.mark.parametrize(("heads_q", "heads_k"), [(1, 1), (8, 8), (8, 1), (16, 1), (9, 3), (24, 8)])
 def test_groups(device: Device, kind: Kind, heads_q: int, heads_k: int) -> None:
     for seq_q in (1, 4):
-        run(device, kind, DecodeCase("groups", kind.dtype, (700, 33), heads_q, heads_k, seq_q, capacity=704))
+        run(
+            device,
+            kind,
+            DecodeCase("groups", kind.dtype, (700, 33), heads_q, heads_k, seq_q, head_dim=64, capacity=704),
+        )
 
 
-@all_kinds
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(1, 1), (7, 33), (64, 64), (128, 128), (192, 128), (256, 256)])
-def test_head_sizes(device: Device, kind: Kind, head_dim: int, head_dim_v: int) -> None:
-    for seq_q in (1, 7):
-        case = DecodeCase("dims", lengths=(300, 17), seq_q=seq_q, seq_new=1, capacity=301, head_dim=head_dim)
-        run(device, kind, replace(case, head_dim_v=head_dim_v))
+@pytest.mark.parametrize(("kind", "case"), SIZE_CASES, ids=lambda x: str(x) if isinstance(x, Kind) else x.sizes)
+def test_head_sizes(device: Device, kind: Kind, case: DecodeCase) -> None:
+    run(device, kind, case)
 
 
 @main_kinds
 def test_lengths_at_every_edge(device: Device, kind: Kind) -> None:
     edges = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257)
     for seq_new in (0, 3):
-        run(device, kind, DecodeCase("edges", lengths=edges, capacity=260, seq_q=3, seq_new=seq_new))
+        run(device, kind, DecodeCase("edges", lengths=edges, capacity=260, seq_q=3, seq_new=seq_new, head_dim=64))
 
 
 @main_kinds
 def test_many_entries(device: Device, kind: Kind) -> None:
     lengths = tuple(np.random.default_rng(0).integers(0, 300, 700).tolist())
-    run(device, kind, DecodeCase("many", lengths=lengths, heads_q=2, heads_k=1, capacity=300))
+    run(device, kind, DecodeCase("many", lengths=lengths, heads_q=2, heads_k=1, capacity=300, head_dim=64))
 
 
 @main_kinds
@@ -149,7 +160,7 @@ def test_numbers_of_pages_outside_the_pool(device: Device, kind: Kind) -> None:
     if DRY:
         pytest.skip("the host checks every table")
     skip_unless(device, kind)
-    made = named("causal", dtype=kind.dtype, page_size=16, lengths=(60, 44)).make()
+    made = named("causal", dtype=kind.dtype, page_size=16, lengths=(60, 44), head_dim=64).make()
     for value, page in ((-1, 1), (1 << 30, 0), (made.arrays["k_cache"].shape[0], 2)):
         table = made.table.copy()
         table[1, page] = value
@@ -169,7 +180,7 @@ def test_numbers_of_pages_outside_the_pool(device: Device, kind: Kind) -> None:
 @main_kinds
 def test_lengths_out_of_range(device: Device, kind: Kind) -> None:
     skip_unless(device, kind)
-    made = named("causal", dtype=kind.dtype, lengths=(64, 0)).make()
+    made = named("causal", dtype=kind.dtype, lengths=(64, 0), head_dim=64).make()
     wrong = replace(made, lengths=np.array([1 << 30, -5], np.int32))
     arguments, _ = on_device(device, wrong, backend=kind.backend, return_lse=True)
     out, lse = cuflash.attention_decode(**arguments)
@@ -181,7 +192,7 @@ def test_lengths_out_of_range(device: Device, kind: Kind) -> None:
 @main_kinds
 def test_what_is_in_range_passes_the_check(device: Device, kind: Kind) -> None:
     skip_unless(device, kind)
-    made = named("append-in-pages", dtype=kind.dtype).make()
+    made = named("append-in-pages", dtype=kind.dtype, head_dim=64).make()
     arguments, caches = on_device(device, made, backend=kind.backend, return_lse=True, checked=True)
     out, lse = cuflash.attention_decode(**arguments)
     made.check(device.get(out), device.get(lse))
@@ -190,7 +201,7 @@ def test_what_is_in_range_passes_the_check(device: Device, kind: Kind) -> None:
 
 
 def test_lengths_and_tables_from_the_host(device: Device) -> None:
-    made = named("append-in-pages", dtype="float32").make()
+    made = named("append-in-pages", dtype="float32", head_dim=64).make()
     arguments, _ = on_device(device, made)
     want = device.get(cuflash.attention_decode(**arguments))
     arguments, _ = on_device(device, made, lengths=list(made.case.lengths), page_table=made.table)
@@ -279,7 +290,7 @@ def test_graphs_and_streams_do_not_share_what_blocks_leave(device: Device) -> No
 @needs_device
 def test_a_replayed_call_with_other_memory_is_checked_again(device: Device) -> None:
     cupy = device.xp
-    made = named("append", dtype="float16").make()
+    made = named("append", dtype="float16", head_dim=64).make()
     arguments, _ = on_device(device, made)
     for _ in range(3):
         cuflash.attention_decode(**arguments)
@@ -292,7 +303,7 @@ def test_a_replayed_call_with_other_memory_is_checked_again(device: Device) -> N
 @needs_device
 def test_torch_tensors_are_appended_to_in_place(device: Device) -> None:
     torch = pytest.importorskip("torch")
-    made = named("append", dtype="float32").make()
+    made = named("append", dtype="float32", head_dim=64).make()
     tensors = {name: torch.from_numpy(x.copy()).cuda() for name, x in made.arrays.items()}
     lengths = torch.tensor(made.case.lengths, dtype=torch.int32, device="cuda")
     out, lse = cuflash.attention_decode(**tensors, lengths=lengths, return_lse=True)

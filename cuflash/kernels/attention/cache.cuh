@@ -74,6 +74,13 @@ __device__ __forceinline__ KeyRow key_row(const Params& p, const Sequence& seque
   return cached_row<kPaged>(p, sequence, head_k, position);
 }
 
+// Whether a block of keys that begins at a position is seen as a whole and in the cache, each group of kGroup side by side.
+template <bool kPaged, int kBlock, int kGroup>
+__device__ __forceinline__ bool is_in_groups(const Params& p, const Sequence& sequence, Range seen, int position) {
+  if (kPaged && p.page_size % kGroup != 0) return false;
+  return position >= seen.begin && position + kBlock <= min(seen.end, sequence.cached);
+}
+
 // New keys and values into the cache, as far as it has room; each by `lanes` threads of which this is number `lane`.
 template <bool kPaged>
 __device__ __forceinline__ void append(const Params& p, int first, int step, int lane, int lanes) {

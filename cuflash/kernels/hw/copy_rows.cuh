@@ -1,4 +1,4 @@
-// Rows from anywhere in global memory -> a padded tile in shared memory, by one warp.
+// Rows of global memory, from anywhere or side by side -> a padded tile in shared memory, by one warp.
 #pragma once
 #include "hw/copy.cuh"
 
@@ -34,6 +34,39 @@ __device__ __forceinline__ void copy_rows(SharedTile<kRows, kColumns, Element>& 
       Element x = {};
       if (source && column < columns) x = source[column * stride];
       *to.at(row, column) = x;
+    }
+  }
+}
+
+// Rows of a group: at least 8, and as many as a warp copies at once.
+template <int kColumns, class Element> __device__ constexpr int group_rows() {
+  return 32 / power_of_two_from(kColumns * int(sizeof(Element)) / 16) > 8
+             ? 32 / power_of_two_from(kColumns * int(sizeof(Element)) / 16)
+             : 8;
+}
+
+// The same where rows lie at equal distances from the first of each group on, or the whole group is zeros: a third of the
+// instructions.
+template <int kRows, int kColumns, class Element>
+__device__ __forceinline__ void copy_groups(SharedTile<kRows, kColumns, Element>& to, const Element* from,
+                                            i64 row_stride, int columns, StreamPolicy policy) {
+  constexpr int kChunk = 16 / sizeof(Element), kGroup = group_rows<kColumns, Element>();
+  constexpr int kLanes = power_of_two_from(kColumns / kChunk), kStep = 32 / kLanes;
+  static_assert(kLanes <= 32 && kRows % kGroup == 0 && kGroup % kStep == 0, "whole groups");
+  const int lane = int(threadIdx.x) % 32, lane_row = lane / kLanes, column = lane % kLanes * kChunk;
+  const int present = min(max(columns - column, 0), kChunk) * int(sizeof(Element));
+  const u32 target = shared_address(to.at(lane_row, column));
+  const i64 offset = lane_row * row_stride + column;
+#pragma unroll
+  for (int group = 0; group < kRows; group += kGroup) {
+    const u64 first = __shfl_sync(0xffffffffu, reinterpret_cast<u64>(from), group);
+    const int bytes = first ? present : 0;
+    const Element* source = reinterpret_cast<const Element*>(first) + offset;
+    if (kLanes * kChunk != kColumns && column >= kColumns) continue;
+#pragma unroll
+    for (int row = 0; row < kGroup; row += kStep) {
+      cp_async_16(target + (group + row) * to.kPitch * int(sizeof(Element)), source, bytes, policy);
+      source += kStep * row_stride;
     }
   }
 }
