@@ -19,10 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package of this checkout
 
-from cuflash import backends
+from cuflash import backends, decode_plan
 from cuflash.cli import text
 from cuflash.errors import UnsupportedError
 from cuflash.problem import DTYPES, Problem
+from cuflash.schedules import decode as schedule
 
 Row = dict[str, Any]
 
@@ -168,7 +169,17 @@ def problem_of(dtype: str) -> Problem:
     return Problem(dtype, (1,), 8, 8, 1024, 1024, 64, 64, scale=0.125)
 
 
-PACKAGE: dict[str, Callable[[], str]] = {"support": support}
+def decode_support() -> str:
+    """What computes decode calls, by dtype and the lowest compute capability."""
+    lines = []
+    for name, needed in (("mma", decode_plan.MMA_CAPABILITIES), ("simt", decode_plan.SIMT_CAPABILITIES)):
+        cells = [f"sm_{needed[dtype]} and later" if dtype in needed else "-" for dtype in DTYPES]
+        lines.append((f"`{name}`", *cells, f"{schedule.MAX_HEAD_DIM}"))
+    lines.append(("`numpy`", *["the host"] * len(DTYPES), "any"))
+    return markdown(("decode", *DTYPES, "largest head size"), lines, left=6)
+
+
+PACKAGE: dict[str, Callable[[], str]] = {"support": support, "decode": decode_support}
 
 
 # ---- printed from results --------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -367,3 +368,29 @@ def test_what_holds_no_query_launches_nothing_unless_it_appends() -> None:
 
 def test_bfloat16_is_that_of_ml_dtypes() -> None:
     assert run(named("plain").make()).dtype == ml_dtypes.bfloat16
+
+
+# ---- the benchmark -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", [(1, 4, 2, 64), (3, 2, 2, 128)])
+def test_the_benchmark_compares_like_with_like(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls, on host arrays, return what they are compared with before they are timed."""
+    from scripts import bench_decode
+
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    monkeypatch.setattr(bench_decode, "on_host", lambda x: x.astype(np.float64))
+    batch, heads_q, heads_k, seq_k = shape
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((batch, 1, heads_q, 128)).astype(ml_dtypes.bfloat16)
+    caches = rng.standard_normal((2, 2, batch, seq_k, heads_k, 128)).astype(ml_dtypes.bfloat16)
+    systems = [
+        bench_decode.contiguous(q, caches, shape, "cuflash"),
+        bench_decode.contiguous(q, caches, shape, "cuflash", "bhsd"),
+        bench_decode.paged(q, caches, shape, 16),
+        bench_decode.paged(q, caches, shape, 64),
+    ]
+    for system in systems:
+        found = system.result()
+        assert np.linalg.norm(found - system.expected) < bench_decode.LARGEST_DIFFERENCE * np.linalg.norm(
+            system.expected
+        )
+        assert (system.call(1) != system.call(0)).any()
