@@ -83,7 +83,6 @@ class Backend:
     max_head_dim: int
     schedule: ModuleType
     last_capability: int = 1 << 30
-    on_request: bool = False  # only taken when asked for by name
 
     def refusal(self, problem: Problem, device: Device, at: Mapping[str, Placed], backward: bool) -> str | None:
         """Why this backend does not take the problem with arrays at these places, or None."""
@@ -112,7 +111,6 @@ BACKENDS = (
         wgmma.MAX_HEAD_DIM,
         wgmma,
         last_capability=90,
-        on_request=True,
     ),
     Backend("mma", "tensor cores by mma.sync", {"float16": 75, "bfloat16": 80}, 512, mma),
     Backend("simt", "plain FMA units, true float32 and float64", {"float32": 75, "float64": 75}, 512, simt),
@@ -135,8 +133,6 @@ def select(
         refusal = backend.refusal(problem, device, at, backward)
         if refusal is None and requested not in (None, backend.name):
             refusal = f"backend={requested!r} was asked for"
-        if refusal is None and requested is None and backend.on_request:
-            refusal = f"it is taken on request only: backend={backend.name!r}"
         if refusal is None and chosen is not None:
             refusal = f"{chosen.name} is preferred"
         if refusal is None:

@@ -142,7 +142,7 @@ def plan_backward(
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v", "dout"))
     main = backend.schedule.backward(problem, device.shared_limit, aligned)
     delta_aligned = all(at[name].aligned(16, axes) for name in ("out", "dout"))
-    delta = rows.delta(problem, itemsize, main.block_q, delta_aligned)
+    delta = rows.delta(problem, itemsize, main.block_q, delta_aligned, main.statistics_rows)
     padded = delta.rows_padded(problem)
     lines = problem.batch_size * problem.heads_q * padded
     counters = 0

@@ -3,7 +3,6 @@
     python scripts/bench.py --suite foundation --peers torch --out scripts/results/h200-foundation.json
     python scripts/bench.py --suite foundation --cpu --out scripts/results/cpu-foundation.json
     python scripts/bench.py --suite hopper --peers torch --out scripts/results/h200-hopper.json
-    python scripts/bench.py --suite hopper --peers torch --out scripts/results/h200-hopper.json
     python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
     python scripts/bench.py --suite decode --peers torch --out scripts/results/h200-decode.json
 
@@ -328,7 +327,7 @@ def exact_results(data: Data, causal: bool) -> dict[str, tuple[Array, ...]]:
 
 
 def tensor_cores(session: Session) -> None:
-    """Bfloat16 with batch · seq = 16384 and heads · head_dim = 2048."""
+    """Bfloat16 by mma.sync with batch · seq = 16384 and heads · head_dim = 2048."""
     for head_dim in (64, 128):
         for seq in (4096,) if session.quick else (4096, 16384):
             heads = 2048 // head_dim
@@ -336,7 +335,7 @@ def tensor_cores(session: Session) -> None:
             for causal in (False, True):
                 with session.part("speed", "cuflash", dtype="bfloat16", **asdict(shape), causal=causal):
                     peers = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-                    measure_speed(session, "speed", shape, "bfloat16", causal, peers)
+                    measure_speed(session, "speed", shape, "bfloat16", causal, peers, backends=("mma",))
 
 
 #: (head_dim, head_dim_v, batch, heads_q, heads_k, seq) of Hopper's comparison

@@ -151,7 +151,7 @@ def support() -> str:
     differences = [
         (
             f"`{b.name}`",
-            f"{b.summary}; on request" if b.on_request else b.summary,
+            b.summary,
             f"{b.max_head_dim}",
             "with `deterministic=True`",
         )

@@ -1,4 +1,4 @@
-"""The choice of a backend: what each takes, in which order, what is taken on request only, and every reason not to."""
+"""The choice of a backend: what each takes, in which order, and every reason not to."""
 
 from dataclasses import replace
 
@@ -34,19 +34,20 @@ def refused(call: Call, device: Device = HOPPER, **options) -> str:
 def test_every_backend_is_chosen_or_has_a_reason():
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         name, reasons = chosen(call_of(dtype=dtype))
-        assert name == ("mma" if dtype.endswith("16") else "simt")
+        assert name == ("wgmma" if dtype.endswith("16") else "simt")
         assert {name, *reasons} == {row.name for row in BACKENDS} | {"numpy"}
 
 
 # ---- Hopper's kernels ------------------------------------------------------------------------------------------------
-def test_hopper_kernels_are_taken_on_request_only():
-    name, reasons = chosen(call_of())
-    assert name == "mma"
-    assert reasons["wgmma"] == "it is taken on request only: backend='wgmma'"
+def test_hopper_kernels_are_preferred_to_those_of_every_device():
     for dtype in ("float16", "bfloat16"):
-        name, reasons = chosen(call_of(dtype=dtype), requested="wgmma")
-        assert name == "wgmma"
-        assert reasons["mma"] == "backend='wgmma' was asked for"
+        for backward in (False, True):
+            name, reasons = chosen(call_of(dtype=dtype), backward=backward)
+            assert name == "wgmma"
+            assert reasons["mma"] == "wgmma is preferred"
+            name, reasons = chosen(call_of(dtype=dtype), requested="mma", backward=backward)
+            assert name == "mma"
+            assert reasons["wgmma"] == "backend='mma' was asked for"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

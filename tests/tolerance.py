@@ -22,6 +22,7 @@ from cuflash.modifiers import Tile
 from cuflash.reference import sum_groups, sum_to
 
 FEW = 4  # units in the last place of the accumulator
+TENSOR_CORE_TERMS = 16  # after so many terms of a sum of 16-bit products tensor cores truncate what they have
 
 
 def assert_close(got, want, plain, name, floor=0.0):
@@ -163,7 +164,8 @@ def floors(call, dout=None):
             if operand.dtype != bool and operand.dtype.kind not in "iu":
                 distance = problem.seq_q + problem.seq_k if operand.shape[-2:] == (1, 1) else 1
                 s = s + distance * np.broadcast_to(matrix_max(abs(numbers(operand))), s.shape)
-        relative = FEW * unit * (1 + s)
+        truncations = problem.head_dim / TENSOR_CORE_TERMS if call.q.dtype.itemsize == 2 else 0
+        relative = max(FEW, truncations) * unit * (1 + s)
         result = {"out": relative * matrix_max(abs(v)) + half * rms_max(p**2 @ v**2), "lse": relative}
         if dout is None:
             return result

@@ -54,7 +54,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
       if (p.dlse.data) delta -= static_cast<const Real*>(p.dlse.data)[place.offset(p.dlse) + row * p.dlse.row];
       statistics = row_statistics(static_cast<const Real*>(p.lse.data)[place.offset(p.lse) + row * p.lse.row], delta);
     }
-    static_cast<RowStatistics*>(p.statistics)[line] = statistics;
+    constexpr int kRows = Config::kStatisticsRows;
+    Real* to = static_cast<Real*>(p.statistics) + line / kRows * (2 * kRows) + line % kRows;
+    to[0] = statistics.shift;
+    to[kRows] = statistics.delta;
   }
   if (p.dq_sum)
     for (int c = lane; c < p.dq_width; c += Config::kLanes)

@@ -142,7 +142,7 @@ struct Consumer {
     scores_of<true>(
         s, slopes, s_at, p, place, corner,
         tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {corner.k, corner.k + Config::kBlockK}));
-    const RowStatistics* statistics = shared.channels.statistics[cursor.slot];
+    const TileStatistics& statistics = shared.channels.statistics[cursor.slot];
     probabilities_of(s, s_at, statistics, p);
     probabilities.pack<Element>(s);
     if constexpr (!kHasOperandGradients) scale_by(s, slopes);

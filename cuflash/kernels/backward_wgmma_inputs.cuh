@@ -19,8 +19,13 @@ struct InputTiles {
   QueryTile q[Config::kStages];
   DoutTile dout[Config::kStages];
 };
+// Of a tile of queries; one load brings what two neighbours have of either.
+struct TileStatistics {
+  alignas(16) float shift[Config::kBlockQ];
+  float delta[Config::kBlockQ];
+};
 struct InputChannels {
-  RowStatistics statistics[Config::kStages][Config::kBlockQ];
+  TileStatistics statistics[Config::kStages];
   Channel<1> keys;
   Channel<Config::kStages> queries, douts;
   u32 started;  // blocks before this one, where they take turns
@@ -53,17 +58,16 @@ __device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, Inpu
   Cursor<Config::kStages> cursor;
   for (int i = 0; i < work.steps; ++i) {
     const BoxCorner corner{0, step.tile * Config::kBlockQ, step.head, work.batch};
-    constexpr u32 kStatisticsBytes = Config::kBlockQ * sizeof(RowStatistics);
-    const i64 line = i64(step.number()) * Config::kBlockQ;
+    constexpr u32 kStatisticsBytes = sizeof(TileStatistics);
     const u32 q_full = cursor.full(channels.queries), dout_full = cursor.full(channels.douts);
     cursor.wait_empty(channels.queries);
     mbarrier_arrive_expect_tx(q_full, QueryTile::kBytes + kStatisticsBytes);
-    copy_panels(tiles.q[cursor.slot], p.q_map, q_full, corner, CachePolicy::kEvictLast);
-    cp_async_bulk_load(shared_address(channels.statistics[cursor.slot]),
-                       static_cast<const RowStatistics*>(p.statistics) + line, kStatisticsBytes, q_full);
+    copy_panels(tiles.q[cursor.slot], p.q_map, q_full, corner, CachePolicy::kEvictNormal);
+    cp_async_bulk_load(shared_address(&channels.statistics[cursor.slot]),
+                       static_cast<const TileStatistics*>(p.statistics) + step.number(), kStatisticsBytes, q_full);
     cursor.wait_empty(channels.douts);
     mbarrier_arrive_expect_tx(dout_full, DoutTile::kBytes);
-    copy_panels(tiles.dout[cursor.slot], p.dout_map, dout_full, corner, CachePolicy::kEvictLast);
+    copy_panels(tiles.dout[cursor.slot], p.dout_map, dout_full, corner, CachePolicy::kEvictNormal);
     step.advance(p, work);
     cursor.advance();
   }
@@ -90,27 +94,27 @@ __device__ __forceinline__ void await_keys(const Params& p, InputTiles& tiles, I
 // In place: scores -> P, a row per key; elements 4j .. 4j + 3 are two rows of the same two columns.
 template <class Fragment>
 __device__ __forceinline__ void probabilities_of(float (&s)[Fragment::kSize], const Fragment& f,
-                                                 const RowStatistics* statistics, const Params& p) {
+                                                 const TileStatistics& statistics, const Params& p) {
 #pragma unroll
   for (int i = 0; i < Fragment::kSize; i += 4) {
-    const Pair<RowStatistics> row = load_pair(statistics + f.column(i));
-    s[i] = probability(s[i], row.first.shift, p);
-    s[i + 1] = probability(s[i + 1], row.second.shift, p);
-    s[i + 2] = probability(s[i + 2], row.first.shift, p);
-    s[i + 3] = probability(s[i + 3], row.second.shift, p);
+    const Pair<float> shift = load_pair(statistics.shift + f.column(i));
+    s[i] = probability(s[i], shift.first, p);
+    s[i + 1] = probability(s[i + 1], shift.second, p);
+    s[i + 2] = probability(s[i + 2], shift.first, p);
+    s[i + 3] = probability(s[i + 3], shift.second, p);
   }
 }
 // In place: P -> the gradients of the scores.
 template <class Fragment>
 __device__ __forceinline__ void score_gradients_of(float (&s)[Fragment::kSize], const float (&dp)[Fragment::kSize],
-                                                   const Fragment& f, const RowStatistics* statistics) {
+                                                   const Fragment& f, const TileStatistics& statistics) {
 #pragma unroll
   for (int i = 0; i < Fragment::kSize; i += 4) {
-    const Pair<RowStatistics> row = load_pair(statistics + f.column(i));
-    s[i] = score_gradient(s[i], dp[i], row.first.delta);
-    s[i + 1] = score_gradient(s[i + 1], dp[i + 1], row.second.delta);
-    s[i + 2] = score_gradient(s[i + 2], dp[i + 2], row.first.delta);
-    s[i + 3] = score_gradient(s[i + 3], dp[i + 3], row.second.delta);
+    const Pair<float> delta = load_pair(statistics.delta + f.column(i));
+    s[i] = score_gradient(s[i], dp[i], delta.first);
+    s[i + 1] = score_gradient(s[i + 1], dp[i + 1], delta.second);
+    s[i + 2] = score_gradient(s[i + 2], dp[i + 2], delta.first);
+    s[i + 3] = score_gradient(s[i + 3], dp[i + 3], delta.second);
   }
 }
 

@@ -222,6 +222,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     }
   };
   // Scores -> probabilities in place; tells whether the output must be rescaled by `alpha`.  Hands back the keys.
+  bool trusted = false;  // whether the rows' maxima so far are fit for a guess
   const auto softmax_step = [&](Softmax& softmax, const Work& work, int block, bool open, bool guesses) {
     bool moved = false, found = false;
     if (guesses) {
@@ -235,12 +236,15 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       release_keys();
     }
     k_at.advance();
-    if (found) return moved;
-    ScoreSlopes<ScoreFragment> slopes;
-    scores_of<false>(s, slopes, s_at, p, work.place, {work.queries.begin, block * Config::kBlockK}, open);
-    bool subtracted = false;
-    moved = softmax.rebase(s, alpha, subtracted, p);
-    softmax.exponentiate(s, subtracted, p);
+    if (found && !moved) return false;
+    if (!found) {
+      ScoreSlopes<ScoreFragment> slopes;
+      scores_of<false>(s, slopes, s_at, p, work.place, {work.queries.begin, block * Config::kBlockK}, open);
+      bool subtracted = false;
+      moved = softmax.rebase(s, alpha, subtracted, p);
+      softmax.exponentiate(s, subtracted, p);
+    }
+    if constexpr (kGuesses) trusted = softmax.may_guess(p);
     return moved;
   };
   const auto first_step = [&](Softmax& softmax, const Work& work) {
@@ -298,7 +302,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       if (Config::kTakesTurns) turns.pass();
       // Only the first block reaches beyond the last key.
       const bool open = !Visibility::kNarrows || work.is_open(block);
-      const bool guesses = kGuesses && open && softmax.may_guess(p);
+      const bool guesses = kGuesses && open && trusted;
       wgmma_wait_group<1>();
       pin(s);
       const bool moved = softmax_step(softmax, work, block, open, guesses);

@@ -56,6 +56,7 @@ class BackwardMma:
     """Constants of backward_mma.cu; a warp owns block_k / warps keys, and a part of dQ's rows and columns."""
 
     kernel = "backward_mma"
+    statistics_rows = 1  # each row has its shift and its delta side by side
 
     head_dim: int
     head_dim_v: int

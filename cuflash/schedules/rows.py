@@ -19,6 +19,7 @@ class BackwardDelta:
     block_q: int  # tile of the main kernel: rows are padded to a multiple of it
     key_tile: int = 0  # where dq is summed in turns: keys of the main kernel's tile,
     turns: int = 0  # and counters of a tile of queries
+    statistics_rows: int = 1  # of which the shifts lie together, in front of their deltas
 
     threads = 256
 
@@ -33,11 +34,11 @@ class BackwardDelta:
         return tiles(lines * self.lanes, self.threads)
 
 
-def delta(problem: Problem, itemsize: int, block_q: int, aligned: bool) -> BackwardDelta:
+def delta(problem: Problem, itemsize: int, block_q: int, aligned: bool, statistics_rows: int = 1) -> BackwardDelta:
     """As many lanes per row as it has 16-byte pieces, up to a warp."""
     pieces = tiles(problem.head_dim_v * itemsize, 16)
     lanes = 1 << min(5, (pieces - 1).bit_length())
-    return BackwardDelta(lanes=lanes, aligned=aligned, block_q=block_q)
+    return BackwardDelta(lanes=lanes, aligned=aligned, block_q=block_q, statistics_rows=statistics_rows)
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class BackwardSimt:
     """
 
     kernel = "backward_simt"
+    statistics_rows = 1  # each row has its shift and its delta side by side
 
     head_dim: int  # padded to a multiple of 2 columns for each column of lanes, of keys and of queries
     head_dim_v: int

@@ -122,6 +122,11 @@ class BackwardWgmma:
     aligned = True
 
     @property
+    def statistics_rows(self) -> int:
+        """Rows whose shifts lie together, in front of their deltas."""
+        return self.block_q
+
+    @property
     def products(self) -> tuple[int, ...]:
         """Columns of its wgmma instructions."""
         dq_columns = self.dq_width if self.block_q == self.block_k else self.dq_width // 2

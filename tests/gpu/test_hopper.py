@@ -44,11 +44,12 @@ SHAPES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 def test_every_tile(device: Device, kind: Kind, name: str, causal: bool) -> None:
     """More tiles than blocks and fewer, with keys that end inside a block and at its end."""
     d, d_v, seq_q, options = SHAPES[name]
-    many = 1 if DRY or seq_q > 1000 else 40
+    many = 1 if DRY or seq_q > 1000 else 12
+    backward = DRY or not ("softcap" in options and "bias" in options)  # refused: tests/test_backends.py
     for batch, heads_q, seq_k in ((1, 2, 391), (1, 2, 384), (many, 12, 257)):
         case = Case(name, batch=(batch,), heads_q=heads_q, heads_k=1, seq_q=seq_q, seq_k=seq_k)
         case = replace(case, head_dim=d, head_dim_v=d_v, causal=causal, **options)
-        check(device, kind, case)
+        check(device, kind, case, backward=backward)
 
 
 def test_everything(device: Device, kind: Kind) -> None:

@@ -72,41 +72,39 @@ template <class Fragment> struct OnlineSoftmax {
     return !Fragment::any(far);
   }
 
-  // Both halves of a step at once, for a block of which every row sees every key: exponentials relative to the m of before
-  // start at once, and what the maximum takes, the exchange between lanes above all, is out of their way.  False when the
+  // Both halves of a step at once, for a block of which every row sees every key: exponentials relative to the m of before,
+  // and no maximum at all, since their sum, which is wanted anyway, tells whether m would have had to move.  False when the
   // guess was lost: then the state is that of before, `s` holds the scores again, and the two halves must follow.
   //
-  // It is exact for any scores.  While no row outgrows its m by more than 2^kSlack, `rebase` would have left m alone as well,
-  // and the results are the same bit for bit.  Up to 2^kReach, probabilities and their sums are finite; they are brought to
-  // the new base before anything rounds them to a narrower type, and what vanished in the old base is nothing in the new one.
-  // Beyond, they may have overflowed: nothing of them is used, and `again` computes the scores anew.
+  // It is exact for any scores.  While no thread's part of a row sums to more than 2^kSlack, no probability passes that, so
+  // `rebase` would have left m alone as well, and the results are the same bit for bit.  Up to 2^kReach, probabilities and
+  // their sums are finite; they are brought to a new base before anything rounds them to a narrower type, and what vanished
+  // in the old base is nothing in the new one.  Beyond, or where there is a NaN, nothing of them is used, and `again`
+  // computes the scores anew.
   //
   // `settled` is called once, as soon as it is known that the scores will not be needed again.
   template <class Settled, class Again>
   __device__ __forceinline__ bool guess(Real (&s)[Fragment::kSize], Real (&alpha)[Fragment::kSlots], bool& moved,
                                         const Params& p, Settled settled, Again again) {
     const OnlineSoftmax before = *this;
-    Real largest[Fragment::kSlots];
-    find_largest(largest, s);
-    bool rare = false, beyond = false;
-#pragma unroll
-    for (int slot = 0; slot < Fragment::kSlots; ++slot) rare |= outgrown(largest, slot, kSlack, p);
-    rare = Fragment::any(rare);
-    if (!rare) settled();
     exponentiate(s, false, p);
-    if (!rare) return true;
+    const auto sums_pass = [&](Real limit) {
+      bool passed = false;
 #pragma unroll
-    for (int slot = 0; slot < Fragment::kSlots; ++slot) {
-      largest[slot] = Fragment::row_max(largest[slot]);
-      beyond |= outgrown(largest, slot, kReach, p);
+      for (int slot = 0; slot < Fragment::kSlots; ++slot) passed |= !(l[slot] - before.l[slot] <= limit);
+      return Fragment::any(passed);
+    };
+    const bool rare = sums_pass(exp2_of(Real(kSlack)));
+    if (!rare) {
+      settled();
+      return true;
     }
-    beyond = Fragment::any(beyond);
+    const bool beyond = sums_pass(exp2_of(Real(kReach)));
     if (beyond) {
       *this = before;
       again();
     } else {
-      move_to(largest, alpha, p);
-      rescale<Fragment>(s, alpha);
+      follow(s, alpha, p);
       moved = true;
     }
     settled();
@@ -162,6 +160,20 @@ template <class Fragment> struct OnlineSoftmax {
   __device__ __forceinline__ bool outgrown(const Real (&largest)[Fragment::kSlots], int slot, int powers,
                                            const Params& p) const {
     return (largest[slot] - m[slot]) * p.softmax_scale > powers;
+  }
+  // m and l to a base in which these probabilities, relative to m, reach 1 at most, and they as well.
+  __device__ __forceinline__ void follow(Real (&s)[Fragment::kSize], Real (&alpha)[Fragment::kSlots], const Params& p) {
+    Real largest[Fragment::kSlots] = {};
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i) largest[Fragment::slot(i)] = max_of(largest[Fragment::slot(i)], s[i]);
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+      const Real powers = ceil_log2_of(max_of(Fragment::row_max(largest[slot]), Real(1)));
+      alpha[slot] = exp2_of(-powers);
+      m[slot] += powers / p.softmax_scale;
+      l[slot] *= alpha[slot];
+    }
+    rescale<Fragment>(s, alpha);
   }
   __device__ __forceinline__ void move_to(const Real (&largest)[Fragment::kSlots], Real (&alpha)[Fragment::kSlots],
                                           const Params& p) {

@@ -58,9 +58,11 @@ template <int kSteps> __device__ __forceinline__ void pin(RegisterOperand<kSteps
 }
 
 // ---- products; the caller fences before the first and commits after the last of a group --------------------------------------
-// Both operands with the contraction along their rows: c = A Bᵀ.
+// Both operands with the contraction along their rows: c = A Bᵀ.  Descriptors of the steps are sums of one that is kept and a
+// constant; kept themselves they would overflow the uniform registers, and come back one by one in front of the products.
 template <int kDepth, class TileA, class TileB, int kSize>
 __device__ __forceinline__ void wgmma_rows_rows(float (&c)[kSize], u64 a, u64 b) {
+  asm volatile("" : "+l"(a), "+l"(b));
 #pragma unroll
   for (int i = 0; i < kDepth / kStepDepth; ++i)
     Wgmma<2 * kSize>::template multiply<0, 0>(c, a + along_rows<TileA>(i), b + along_rows<TileB>(i), i != 0);

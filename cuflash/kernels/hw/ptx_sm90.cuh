@@ -49,7 +49,11 @@ template <int kRegisters> __device__ __forceinline__ void setmaxnreg_inc() {
 }
 
 // ---- bulk copies by the tensor memory accelerator -----------------------------------------------------------------------
-enum class CachePolicy : u64 { kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull };
+enum class CachePolicy : u64 {
+  kEvictNormal = 0x1000000000000000ull,
+  kEvictFirst = 0x12F0000000000000ull,
+  kEvictLast = 0x14F0000000000000ull
+};
 
 struct BoxCorner { int column, row, head, batch; };
 
