@@ -57,7 +57,7 @@ def attention_decode(
     page_table
         int32, (batch, pages of an entry): which page of the pool holds positions [n · page_size, (n + 1) · page_size) of
         an entry; the capacity is then pages of an entry times page_size.  Places that the lengths do not reach may hold
-        anything.  Any page_size.
+        anything.  Any page_size.  A table on the host is checked where the lengths are known there.
     k_new, v_new
         (batch, heads_k, seq_new, head_dim) and (..., head_dim_v): keys and values that belong behind the `lengths` ones.
         They are attended to, and written into the caches in place.
