@@ -175,7 +175,7 @@ def plan_backward(
         template,
         offsets,
         tensor_maps(steps[1].variant, problem, at),
-        statistics_bytes=2 * real * lines,
+        statistics_bytes=delta.row_bytes(real) * lines,
         dq_sum_bytes=real * lines * main.dq_width,
         turns_bytes=4 * counters,
     )

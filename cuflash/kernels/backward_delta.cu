@@ -54,10 +54,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
       if (p.dlse.data) delta -= static_cast<const Real*>(p.dlse.data)[place.offset(p.dlse) + row * p.dlse.row];
       statistics = row_statistics(static_cast<const Real*>(p.lse.data)[place.offset(p.lse) + row * p.lse.row], delta);
     }
-    constexpr int kRows = Config::kStatisticsRows;
-    Real* to = static_cast<Real*>(p.statistics) + line / kRows * (2 * kRows) + line % kRows;
-    to[0] = statistics.shift;
-    to[kRows] = statistics.delta;
+    if constexpr (Config::kStatisticsRows > 1) {
+      constexpr int kRows = Config::kStatisticsRows;
+      TileStatistics<kRows>& tile = static_cast<TileStatistics<kRows>*>(p.statistics)[line / kRows];
+      tile.shift[line % kRows] = statistics.shift;
+      tile.delta[line % kRows] = statistics.delta;
+      tile.far[line % kRows] = !is_near(statistics);
+    } else {
+      static_cast<RowStatistics*>(p.statistics)[line] = statistics;
+    }
   }
   if (p.dq_sum)
     for (int c = lane; c < p.dq_width; c += Config::kLanes)

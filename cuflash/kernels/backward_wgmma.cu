@@ -66,6 +66,10 @@ struct Consumer {
   __device__ __forceinline__ int warp_key(u32 thread) const {  // this warp's first key in the tile
     return own_rows() + int(thread % kWarpgroupThreads / 32 * 16);
   }
+  __device__ __forceinline__ int step_number() const {
+    if (!kRecomputes) return at.number();
+    return (here().batch * p.heads_q + at.head) * (p.rows_padded / Config::kBlockQ) + at.tile;
+  }
   __device__ __forceinline__ Work here() const { return kRecomputes ? Work(p, block_number(shared.channels)) : work; }
 
   // ---- products: issued as one group each ----
@@ -142,7 +146,7 @@ struct Consumer {
     scores_of<true>(
         s, slopes, s_at, p, place, corner,
         tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {corner.k, corner.k + Config::kBlockK}));
-    const TileStatistics& statistics = shared.channels.statistics[cursor.slot];
+    const Statistics& statistics = shared.channels.statistics[cursor.slot];
     probabilities_of(s, s_at, statistics, p);
     probabilities.pack<Element>(s);
     if constexpr (!kHasOperandGradients) scale_by(s, slopes);
@@ -198,7 +202,7 @@ struct Consumer {
       pin(gradients);
       release_by_warp(shared.channels.queries, slot);
     }
-    before = at.number();
+    before = step_number();
     at.advance(p, here());
     form_gradients(s, dp);
   }
@@ -213,7 +217,7 @@ struct Consumer {
     wgmma_wait_group<0>();
     pin(dv);
     pin(dk);
-    before = at.number();
+    before = step_number();
     issue_dq(dq, cursor);
     wgmma_wait_group<0>();
     finish_dq(dq, cursor);

@@ -19,13 +19,9 @@ struct InputTiles {
   QueryTile q[Config::kStages];
   DoutTile dout[Config::kStages];
 };
-// Of a tile of queries; one load brings what two neighbours have of either.
-struct TileStatistics {
-  alignas(16) float shift[Config::kBlockQ];
-  float delta[Config::kBlockQ];
-};
+typedef TileStatistics<Config::kBlockQ> Statistics;
 struct InputChannels {
-  TileStatistics statistics[Config::kStages];
+  Statistics statistics[Config::kStages];
   Channel<1> keys;
   Channel<Config::kStages> queries, douts;
   u32 started;  // blocks before this one, where they take turns
@@ -58,13 +54,13 @@ __device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, Inpu
   Cursor<Config::kStages> cursor;
   for (int i = 0; i < work.steps; ++i) {
     const BoxCorner corner{0, step.tile * Config::kBlockQ, step.head, work.batch};
-    constexpr u32 kStatisticsBytes = sizeof(TileStatistics);
+    constexpr u32 kStatisticsBytes = sizeof(Statistics);
     const u32 q_full = cursor.full(channels.queries), dout_full = cursor.full(channels.douts);
     cursor.wait_empty(channels.queries);
     mbarrier_arrive_expect_tx(q_full, QueryTile::kBytes + kStatisticsBytes);
     copy_panels(tiles.q[cursor.slot], p.q_map, q_full, corner, CachePolicy::kEvictNormal);
     cp_async_bulk_load(shared_address(&channels.statistics[cursor.slot]),
-                       static_cast<const TileStatistics*>(p.statistics) + step.number(), kStatisticsBytes, q_full);
+                       static_cast<const Statistics*>(p.statistics) + step.number(), kStatisticsBytes, q_full);
     cursor.wait_empty(channels.douts);
     mbarrier_arrive_expect_tx(dout_full, DoutTile::kBytes);
     copy_panels(tiles.dout[cursor.slot], p.dout_map, dout_full, corner, CachePolicy::kEvictNormal);
@@ -94,20 +90,29 @@ __device__ __forceinline__ void await_keys(const Params& p, InputTiles& tiles, I
 // In place: scores -> P, a row per key; elements 4j .. 4j + 3 are two rows of the same two columns.
 template <class Fragment>
 __device__ __forceinline__ void probabilities_of(float (&s)[Fragment::kSize], const Fragment& f,
-                                                 const TileStatistics& statistics, const Params& p) {
+                                                 const Statistics& statistics, const Params& p) {
+  const auto replace = [&](auto probability) {
 #pragma unroll
-  for (int i = 0; i < Fragment::kSize; i += 4) {
-    const Pair<float> shift = load_pair(statistics.shift + f.column(i));
-    s[i] = probability(s[i], shift.first, p);
-    s[i + 1] = probability(s[i + 1], shift.second, p);
-    s[i + 2] = probability(s[i + 2], shift.first, p);
-    s[i + 3] = probability(s[i + 3], shift.second, p);
-  }
+    for (int i = 0; i < Fragment::kSize; i += 4) {
+      const Pair<float> shift = load_pair(statistics.shift + f.column(i));
+      s[i] = probability(s[i], shift.first);
+      s[i + 1] = probability(s[i + 1], shift.second);
+      s[i + 2] = probability(s[i + 2], shift.first);
+      s[i + 3] = probability(s[i + 3], shift.second);
+    }
+  };
+  constexpr int kWords = Config::kBlockQ / 4;
+  bool far = Config::kLateDp;  // which leaves no registers to ask
+  if (!far) far = __any_sync(0xffffffffu, reinterpret_cast<const u32*>(statistics.far)[threadIdx.x % kWords] != 0);
+  if (far)
+    replace([&](float x, float shift) { return probability(x, shift, p); });
+  else
+    replace([&](float x, float shift) { return near_probability(x, shift, p); });
 }
 // In place: P -> the gradients of the scores.
 template <class Fragment>
 __device__ __forceinline__ void score_gradients_of(float (&s)[Fragment::kSize], const float (&dp)[Fragment::kSize],
-                                                   const Fragment& f, const TileStatistics& statistics) {
+                                                   const Fragment& f, const Statistics& statistics) {
 #pragma unroll
   for (int i = 0; i < Fragment::kSize; i += 4) {
     const Pair<float> delta = load_pair(statistics.delta + f.column(i));

@@ -19,7 +19,7 @@ class BackwardDelta:
     block_q: int  # tile of the main kernel: rows are padded to a multiple of it
     key_tile: int = 0  # where dq is summed in turns: keys of the main kernel's tile,
     turns: int = 0  # and counters of a tile of queries
-    statistics_rows: int = 1  # of which the shifts lie together, in front of their deltas
+    statistics_rows: int = 1  # where more than one, their shifts lie together, then their deltas and a byte for each
 
     threads = 256
 
@@ -28,6 +28,10 @@ class BackwardDelta:
 
     def rows_padded(self, problem: Problem) -> int:
         return padded(problem.seq_q, self.block_q)
+
+    def row_bytes(self, real: int) -> int:
+        """Of what is kept for each row, for sums of that size."""
+        return 2 * real + (1 if self.statistics_rows > 1 else 0)
 
     def blocks(self, problem: Problem) -> int:
         lines = problem.batch_size * problem.heads_q * self.rows_padded(problem)

@@ -123,7 +123,7 @@ class BackwardWgmma:
 
     @property
     def statistics_rows(self) -> int:
-        """Rows whose shifts lie together, in front of their deltas."""
+        """Rows whose shifts lie together, behind them their deltas."""
         return self.block_q
 
     @property
@@ -146,7 +146,7 @@ class BackwardWgmma:
     def shared_bytes(self, itemsize: int) -> int:
         keys = panel_bytes(self.block_k, self.dq_width) + panel_bytes(self.block_k, self.head_dim_v)
         queries = panel_bytes(self.block_q, self.head_dim) + panel_bytes(self.block_q, self.head_dim_v)
-        statistics = 2 * 4 * self.block_q
+        statistics = (2 * 4 + 1) * self.block_q
         gradients = 2 * panel_bytes(self.block_k, self.block_q)
         channels = 4 + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
         return padded(keys + self.stages * (queries + statistics) + gradients + self.exchanged_bytes + channels, 1024)

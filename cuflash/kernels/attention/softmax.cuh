@@ -199,9 +199,22 @@ __device__ __forceinline__ RowStatistics row_statistics(Real lse, Real delta) {
 // Of a row that does not exist, which is one that sees nothing.
 __device__ __forceinline__ RowStatistics no_row_statistics() { return row_statistics(-infinity<Real>(), Real(0)); }
 
+// What the backward keeps of a tile of queries where one load shall bring what two neighbours have of either.
+template <int kRows> struct alignas(16) TileStatistics {
+  Real shift[kRows], delta[kRows];
+  bool far[kRows];  // lse so large that rounding might lift a probability above 1
+};
+
 // P from a score and its row's statistics; rounding of a large lse cannot lift it above 1.
 __device__ __forceinline__ Real probability(Real s, Real shift, const Params& p) {
   return exp2_of(min_or_nan(fma_of(s, p.softmax_scale, -shift), Real(0)));
+}
+// The same where the lse is not so large that its rounding could be felt.
+__device__ __forceinline__ Real near_probability(Real s, Real shift, const Params& p) {
+  return exp2_of(fma_of(s, p.softmax_scale, -shift));
+}
+__device__ __forceinline__ bool is_near(const RowStatistics& row) {
+  return !(fabs(row.shift) > Real(1 << 10)) || row.shift == infinity<Real>();
 }
 // Gradient of the score that enters the softmax.
 __device__ __forceinline__ Real score_gradient(Real probability, Real dp, Real delta) {

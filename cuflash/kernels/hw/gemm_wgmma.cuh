@@ -62,10 +62,12 @@ template <int kSteps> __device__ __forceinline__ void pin(RegisterOperand<kSteps
 // constant; kept themselves they would overflow the uniform registers, and come back one by one in front of the products.
 template <int kDepth, class TileA, class TileB, int kSize>
 __device__ __forceinline__ void wgmma_rows_rows(float (&c)[kSize], u64 a, u64 b) {
-  asm volatile("" : "+l"(a), "+l"(b));
+  u32 low_a = u32(a), low_b = u32(b);
+  asm volatile("" : "+r"(low_a), "+r"(low_b));
 #pragma unroll
   for (int i = 0; i < kDepth / kStepDepth; ++i)
-    Wgmma<2 * kSize>::template multiply<0, 0>(c, a + along_rows<TileA>(i), b + along_rows<TileB>(i), i != 0);
+    Wgmma<2 * kSize>::template multiply<0, 0>(c, a >> 32 << 32 | (low_a + u32(along_rows<TileA>(i))),
+                                              b >> 32 << 32 | (low_b + u32(along_rows<TileB>(i))), i != 0);
 }
 // A in registers, B with the contraction down its columns: c += A B.
 template <int kSteps, int kSize>
