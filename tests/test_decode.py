@@ -394,3 +394,28 @@ def test_the_benchmark_compares_like_with_like(shape: tuple[int, ...], monkeypat
             system.expected
         )
         assert (system.call(1) != system.call(0)).any()
+
+
+def test_the_table_of_the_benchmark() -> None:
+    from scripts import bench_decode, tables
+
+    shape = bench_decode.SHAPES[0]
+    rows = [
+        {
+            "topic": "decode",
+            "system": system,
+            "cache": cache,
+            **bench_decode.sizes(shape),
+            "gbps": gbps,
+            "gbps_single": gbps / 2,
+        }
+        for system, cache, gbps in (
+            ("cuflash", "contiguous bshd", 3000.0),
+            ("cudnn", "contiguous bshd", 2900.0),
+            ("read", "contiguous bshd", 4000.0),
+            ("cuflash", "pages of 16", 2800.0),
+        )
+    ]
+    lines = tables.TOPICS["decode"](rows).splitlines()
+    assert lines[2] == "| 1 x 32/8 x 32768 | contiguous bshd | 3000 | 2900 | 4000 | 1500 | 1450 |"
+    assert lines[3] == "| 1 x 32/8 x 32768 | pages of 16 | 2800 | - | 4000 | 1400 | - |"
