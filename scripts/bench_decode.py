@@ -303,6 +303,7 @@ def measure(
 
     copies = max(1, -(-ROTATED_BYTES // bytes_of(shape)))
     calls = max(GRAPH_CALLS, copies)
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
     ready = []
     for system in systems:
         with session.part(topic, system.name, **sizes(shape), cache=system.cache):
@@ -315,10 +316,10 @@ def measure(
                 system.call(i % copies)
             cupy.cuda.runtime.deviceSynchronize()
             capture(system, calls, copies)
+            replayed(system, begin, end)
             ready.append(system)
     gpu: dict[int, list[float]] = {n: [] for n in range(len(ready))}
     single: dict[int, list[float]] = {n: [] for n in range(len(ready))}
-    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
     for _ in range(session.rounds):
         for n in random.sample(list(gpu), len(gpu)):
             gpu[n].append(replayed(ready[n], begin, end) / calls)

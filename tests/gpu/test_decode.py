@@ -154,6 +154,46 @@ def test_a_long_entry(device: Device, kind: Kind) -> None:
         )
 
 
+@pytest.mark.big
+@main_kinds
+def test_more_entries_than_a_grid_has_columns(device: Device, kind: Kind) -> None:
+    lengths = tuple(np.random.default_rng(0).integers(0, 6, 701 if DRY else 70_001).tolist())
+    made = DecodeCase("entries", kind.dtype, lengths, heads_q=2, heads_k=1, capacity=5 + 1, head_dim=64).make()
+    skip_unless(device, kind)
+    arguments, _ = on_device(device, made, backend=kind.backend)
+    out = device.get(cuflash.attention_decode(**arguments))
+    few = [*range(5), *range(len(lengths) - 5, len(lengths))]
+    for entry in few:
+        parts = {name: [getattr(made, name)[entry]] for name in ("keys", "values")}
+        replace(made, q=made.q[entry : entry + 1], **parts).check(out[entry : entry + 1], None)
+    empty = np.array(lengths) == 0
+    assert not out[empty].any()
+    assert np.isfinite(out.astype(np.float32)).all()
+
+
+@pytest.mark.big
+@main_kinds
+def test_offsets_beyond_32_bits(device: Device, kind: Kind) -> None:
+    """Pages that lie 2^29 elements apart, of which keys are read and to which keys are appended."""
+    skip_unless(device, kind)
+    xp, apart = device.xp, 1 << (12 if DRY else 29)
+    made = named("append", dtype=kind.dtype, page_size=16, lengths=(60, 44), head_dim=64).make()
+    arguments, _ = on_device(device, made, backend=kind.backend)
+    caches = {}
+    for name in ("k_cache", "v_cache"):
+        x = made.arrays[name]
+        bits = f"u{x.dtype.itemsize}"
+        memory = xp.empty(apart * (len(x) - 1) + x[0].size, bits)
+        strides = (apart * x.itemsize, *x.strides[1:])
+        caches[name] = xp.lib.stride_tricks.as_strided(memory, x.shape, strides)
+        caches[name][...] = xp.asarray(x.view(bits))
+        arguments[name] = caches[name].view(x.dtype)
+    out = cuflash.attention_decode(**arguments)
+    made.check(device.get(out), None)
+    dtype = made.arrays["k_cache"].dtype
+    made.check_caches(*(device.get(xp.ascontiguousarray(x)).view(dtype) for x in caches.values()))
+
+
 # ---- numbers out of range ------------------------------------------------------------------------------------------------
 @main_kinds
 def test_numbers_of_pages_outside_the_pool(device: Device, kind: Kind) -> None:
