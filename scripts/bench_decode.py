@@ -324,11 +324,13 @@ def measure(
         for n in random.sample(list(gpu), len(gpu)):
             gpu[n].append(replayed(ready[n], begin, end) / calls)
     if with_single:
-        for i in range(4 * session.rounds):
+        turn = 0  # no call reads the caches that the one before has left in the second-level cache
+        for _ in range(4 * session.rounds):
             for n in random.sample(list(single), len(single)):
+                turn += 1
                 cupy.cuda.runtime.deviceSynchronize()
                 begin.record()
-                ready[n].call(i % copies)
+                ready[n].call(turn % copies)
                 end.record()
                 end.synchronize()
                 single[n].append(cupy.cuda.get_elapsed_time(begin, end))
