@@ -1,6 +1,7 @@
 """cuflash: exact FlashAttention, forward and backward, for NumPy-style arrays."""
 
 from cuflash.api import attention, attention_backward, attention_statistics, attention_vjp, explain
+from cuflash.decode import attention_decode
 from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
@@ -26,6 +27,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "attention_decode",
     "attention_statistics",
     "attention_vjp",
     "attention_weights",

@@ -60,12 +60,25 @@ _TURNS: Fields = (("Pointer", "turns"),)
 STATISTICS = ("maximum", "entropy", "column_sums")
 _STATISTICS: Fields = tuple(("View", name) for name in STATISTICS)
 _PERSISTENT: Fields = (("Pointer", "tile_counter"), ("int", "section"))
+#: `parts` and `part_totals` hold results over parts of the keys, `arrivals` counts them
+_DECODE: Fields = (
+    ("View", "lengths"),
+    ("View", "page_table"),
+    ("View", "k_new"),
+    ("View", "v_new"),
+    ("Pointer", "parts"),
+    ("Pointer", "part_totals"),
+    ("Pointer", "arrivals"),
+    ("int", "seq_new"),
+    ("int", "page_size"),
+    ("int", "pages"),
+)
 _C_TYPES = {"View": "View", "Pointer": "void*", "int": "int", "Real": "Real", "TensorMap": "TensorMap"}
 
 
 @cache
 def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = (), statistics: bool = False) -> Fields:
-    """The field table of a kernel: `direction` is "forward" or "backward"; `modifiers` are names in chain order.
+    """The field table of a kernel: `direction` is "forward", "backward" or "decode"; `modifiers` are names in chain order.
 
     `maps` are names of arrays that the kernel reaches through tensor maps; `statistics` adds the views of `STATISTICS`.
     """
@@ -76,6 +89,8 @@ def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = (
             table += tuple(("View", f"d{operand}") for operand in REGISTRY[name].differentiable)
     if direction == "backward":
         table += _TURNS
+    elif direction == "decode":
+        table += _DECODE
     elif maps:
         table += _PERSISTENT
     if statistics:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.decode_problem import DecodeCall, append, entries
 from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.modifiers import BlockMask, Modifier, Tile
 from cuflash.problem import Call, Problem
@@ -152,6 +153,28 @@ def column_sums(chunk: Chunk, lse: Array) -> Array:
             hide(p, seen, 0)  # not 0 already where the row's L is NaN
             sums[..., tile.columns] += p.sum(axis=-2)
     return sums
+
+
+def decode(call: DecodeCall, out: Array) -> tuple[Array, Array]:
+    """Output and log-sum-exp of one decode call: each entry of the batch is a forward over the keys that it has.
+
+    Parameters
+    ----------
+    call
+        A `cuflash.decode_problem.DecodeCall` with NumPy arrays; new keys are written into its caches.
+    out
+        Where to write the output, (batch, heads_q, seq_q, head_dim_v), of any strides, apart from the inputs.
+
+    Returns
+    -------
+    out, lse
+        As from `forward`.
+    """
+    append(call)
+    lse = np.empty(call.problem.lse_shape, call.problem.accumulator)
+    for entry, part in entries(call):
+        out[entry], lse[entry] = forward(part)
+    return out, lse
 
 
 def backward(

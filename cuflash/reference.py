@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuflash.decode_problem import DecodeCall, append, entries
 from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.modifiers import Tile
 from cuflash.problem import Call
@@ -60,6 +61,28 @@ def forward(call: Call) -> tuple[Array, Array]:
     with np.errstate(all="ignore"):  # infinities and NaN of the input are results here, not accidents
         dense = attend(call)
         return seen_product(dense.p, dense.seen, dense.v), dense.lse
+
+
+def decode(call: DecodeCall) -> tuple[Array, Array]:
+    """Output and log-sum-exp of one decode call, in float64: each entry of the batch is plain attention over its keys.
+
+    Parameters
+    ----------
+    call
+        A `cuflash.decode_problem.DecodeCall` with NumPy arrays; new keys are written into its caches.
+
+    Returns
+    -------
+    out
+        (batch, heads_q, seq_q, head_dim_v); 0 in a row that sees no key.
+    lse
+        (batch, heads_q, seq_q), natural logarithm; −∞ in a row that sees no key.
+    """
+    append(call)
+    out, lse = np.zeros(call.problem.out_shape), np.zeros(call.problem.lse_shape)
+    for entry, part in entries(call):
+        out[entry], lse[entry] = forward(part)
+    return out, lse
 
 
 def backward(call: Call, dout: Array, dlse: Array | None = None) -> Any:

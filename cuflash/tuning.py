@@ -65,6 +65,14 @@ class ForwardWgmmaTile(NamedTuple):
     max_weight: int = 1 << 31  # schedules/wgmma.py, `weight`
 
 
+class DecodeTile(NamedTuple):
+    """Ring of a warp of decode_mma.cu: keys of a stage, warps of a block, stages of a warp."""
+
+    block_k: int
+    warps: int
+    stages: int
+
+
 FORWARD_MMA = (
     # H200, 2026-11-29, bf16, B·S = 16384, against FA2 in one run: d 64 1.04 to 1.10
     ForwardTile(128, 64, 4, 2, 2, q_in_registers=True),
@@ -138,4 +146,16 @@ FORWARD_WGMMA = (
     ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, max_weight=7),
     ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False, max_weight=13),
     ForwardWgmmaTile(256, 128, 16, 2, 1, continuous=False),
+)
+
+DECODE_MMA = (
+    DecodeTile(32, 4, 4),
+    DecodeTile(32, 4, 3),
+    DecodeTile(32, 4, 2),
+    DecodeTile(16, 4, 3),
+    DecodeTile(16, 4, 2),
+    DecodeTile(16, 2, 4),
+    DecodeTile(16, 2, 3),
+    DecodeTile(16, 2, 2),
+    DecodeTile(16, 1, 2),
 )

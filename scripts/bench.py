@@ -4,6 +4,7 @@
     python scripts/bench.py --suite foundation --cpu --out scripts/results/cpu-foundation.json
     python scripts/bench.py --suite hopper --peers torch --out scripts/results/h200-hopper.json
     python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
+    python scripts/bench.py --suite decode --peers torch --out scripts/results/h200-decode.json
 
 Times on the GPU are sustained ones: batches of calls back to back, between two CUDA events.  Every system gets the same
 data, and what cuflash computes is compared with a peer once per shape: a kernel that is wrong posts no time.  Whatever
@@ -37,6 +38,7 @@ from cuflash.cli import bench, text
 from cuflash.cli.machine import stamp, this_machine
 from cuflash.cli.measure import Clock
 from cuflash.cli.shape import Shape
+from scripts import bench_decode
 
 Array = Any
 Call = Callable[[], Any]
@@ -63,9 +65,9 @@ class Session:
         """Keep a row and show it."""
         row = {"topic": topic, "system": system, **values}
         self.rows.append(row)
-        keys = ("direction", "dtype", "seq_q", "head_dim", "causal", "pattern", "visible", "backend")
+        keys = ("direction", "dtype", "seq_q", "head_dim", "causal", "pattern", "visible", "backend", "cache")
         shown = [f"{k}={row[k]}" for k in keys if row.get(k) is not None]
-        measured = ("ms", "tflops", "us", "error", "peak_bytes", "extra_bytes", "failure")
+        measured = ("ms", "tflops", "gbps", "gbps_single", "us", "error", "peak_bytes", "extra_bytes", "failure")
         shown += [
             f"{k}={row[k]:.4g}" if isinstance(row[k], float) else f"{k}={row[k]}"
             for k in measured
@@ -576,6 +578,7 @@ SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[S
     "foundation": ((tensor_cores, wide_types, memory, host_time, first_call), (processor,)),
     "hopper": ((hopper,), ()),
     "sparse": ((sparse,), (sparse_processor,)),
+    "decode": (bench_decode.SUITE, ()),
 }
 
 

@@ -47,16 +47,21 @@ class Case:
 
 def cases() -> Iterator[Case]:
     """Every backend and dtype, aligned and not; on the aligned ones all options together, turns, and statistics."""
+    from cuflash import decode_plan
     from cuflash.backends import BACKENDS
 
     for row in BACKENDS:
         for dtype in row.capabilities:
-            yield Case(row.name, dtype, 0, "plain")
-            yield Case(row.name, dtype, 1, "causal")
-            yield Case(row.name, dtype, 0, "everything")
-            yield Case(row.name, dtype, 0, "turns")
-            if row.name != "wgmma":  # which has none
+            for options in ("plain", "everything", "turns"):
+                yield Case(row.name, dtype, 0, options)
+            if row.name == "wgmma":  # which takes aligned arrays, and has no statistics
+                yield Case(row.name, dtype, 0, "causal")
+            else:
+                yield Case(row.name, dtype, 1, "causal")
                 yield Case(row.name, dtype, 0, "statistics")
+    for backend, dtypes in (("mma", decode_plan.MMA_CAPABILITIES), ("simt", decode_plan.SIMT_CAPABILITIES)):
+        for dtype, pitch in product(dtypes, (0, 1)):
+            yield Case(backend, dtype, pitch, "decode")
 
 
 def run(case: Case) -> None:
@@ -78,6 +83,20 @@ def run(case: Case) -> None:
         host = rng.standard_normal((*shape[:-1], shape[-1] + case.pitch)).astype(dtype)
         return cupy.asarray(host.view(bits)).view(dtype)[..., : shape[-1]]
 
+    if case.options == "decode":
+        pool_k, pool_v, new_k, new_v = (
+            array(390, 2, 16, dim),
+            array(390, 2, 16, dim),
+            array(3, 2, 2, dim),
+            array(3, 2, 2, dim),
+        )
+        lengths = cupy.asarray(np.array([2000, 0, 1333], np.int32))
+        table = cupy.asarray(rng.permutation(390).reshape(3, 130).astype(np.int32))
+        given = {"page_table": table, "k_new": new_k, "v_new": new_v, "backend": case.backend}
+        out = cuflash.attention_decode(array(3, 4, 2, dim), pool_k, pool_v, lengths, **given)
+        cupy.cuda.Device().synchronize()
+        check_finite(case, {"out": out})
+        return
     q, dout = array(1, 4, seq_q, dim), array(1, 4, seq_q, dim)
     k, v = array(1, 2, seq_k, dim), array(1, 2, seq_k, dim)
     real = np.float64 if case.dtype == "float64" else np.float32
@@ -97,6 +116,9 @@ def run(case: Case) -> None:
     }
     if case.options == "plain":
         options = {}
+    if case.backend == "wgmma":  # which leaves these to others
+        sparse = (cuflash.Documents, cuflash.BlockMask)
+        options["modifiers"] = tuple(m for m in options.get("modifiers", ()) if not isinstance(m, sparse))
     options["backend"] = case.backend
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
     if case.options == "statistics":
@@ -106,9 +128,17 @@ def run(case: Case) -> None:
         gradients = cuflash.attention_backward(dout, q, k, v, out, lse, deterministic=turns, **options)
         found = {"out": out, **gradients._asdict()}
     cupy.cuda.Device().synchronize()
-    for name, x in found.items():
-        own = f"u{x.dtype.itemsize}"  # bfloat16 need not be copied as such
-        if not np.isfinite(cupy.ascontiguousarray(x.view(own)).get().view(x.dtype).astype(np.float64)).all():
+    check_finite(case, found)
+
+
+def check_finite(case: Case, results: dict[str, Any]) -> None:
+    """Exit unless all numbers of all results are finite."""
+    import cupy
+    import numpy as np
+
+    for name, x in results.items():
+        host = cupy.ascontiguousarray(x.view(f"u{x.dtype.itemsize}")).get().view(x.dtype)
+        if not np.isfinite(host.astype(np.float64)).all():
             raise SystemExit(f"{case.name}: {name} is not finite")
 
 

@@ -27,7 +27,7 @@ from cuflash.schedules import wgmma
 from cuflash.variant import Variant
 from tests import nvrtc
 from tests.cases import DTYPES
-from tests.variants import ARCHS, HEAD_SIZES, LENGTH, OPTIONS, TOGETHER, Entry
+from tests.variants import ARCHS, HEAD_SIZES, LENGTH, OPTIONS, TOGETHER, Entry, decode_variants
 
 FULL = os.environ.get("CUFLASH_FULL_MATRIX") == "1"
 
@@ -145,7 +145,43 @@ def matrix() -> list:
     ]
 
 
-@pytest.mark.parametrize(("arch", "variant"), matrix())
+def decode_entries() -> Iterator[tuple[int, Variant]]:
+    """The decode kernels: with pages and new keys, and without, in narrow tiles and full ones."""
+    wide = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+    sizes = HEAD_SIZES[:-1] if FULL else wide
+    for arch, size, rows, both in product((80, 90, 100, 120), sizes, (4, 16), (False, True)):
+        options = (
+            ("plain", "causal", "softcap", "alibi", "everything") if FULL else ("everything" if both else "plain",)
+        )
+        if arch > 90 and not (both or FULL):
+            continue  # what takes the most registers
+        for option in options:
+            found = decode_variants(arch, "bfloat16", *size, option, rows=rows, paged=both, appends=both)
+            yield from ((arch, variant) for variant in found)
+    for size, rows, both in product(((64, 64), (40, 72), (256, 256)), (4, 16), (False, True)):
+        kinds = {"rows": rows, "paged": both, "appends": both, "aligned": False}
+        yield from ((80, v) for v in decode_variants(80, "float16", *size, "everything", **kinds))
+    for size, rows in product(((16, 16), (128, 128)), (4, 16)):
+        for option in ("causal", "alibi"):
+            yield from ((90, v) for v in decode_variants(90, "float16", *size, option, rows=rows))
+    for (arch, dtype), size, rows in product(
+        ((75, "float16"), (75, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64"), (120, "float64")),
+        ((64, 64), (256, 256)),
+        (1, 4, 16),
+    ):
+        kinds = {"rows": rows, "paged": rows > 1, "appends": rows > 1, "aligned": rows < 16}
+        yield from ((arch, v) for v in decode_variants(arch, dtype, *size, "everything", **kinds))
+
+
+def decode_matrix() -> list:
+    """Each different kernel once."""
+    return [
+        pytest.param(arch, variant, id=f"sm_{arch}-{variant.entry}-rows{variant.config.rows}-{i}")
+        for i, (arch, variant) in enumerate(dict.fromkeys(decode_entries()))
+    ]
+
+
+@pytest.mark.parametrize(("arch", "variant"), [*matrix(), *decode_matrix()])
 def test_compiles_well(arch, variant):
     report = nvrtc.compile_variant(variant, arch)
     assert report.clean, f"{variant} on sm_{arch}: {report}"
@@ -172,7 +208,7 @@ def test_heads_that_no_tile_fits(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("arch", [80])
 def test_shared_memory_that_differs_does_not_compile(arch, dtype, monkeypatch):
-    for variant in Entry(arch, dtype, 64, 64).variants():
+    for variant in (*Entry(arch, dtype, 64, 64).variants(), *decode_variants(arch, dtype, 64, 64)):
         wrong = replace_constant(source.build(variant), "kSharedBytes", variant.constants()["kSharedBytes"] + 16)
         with pytest.raises(nvrtc.CompilationError, match="disagrees"):
             nvrtc.compile_source(wrong, arch)

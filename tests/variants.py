@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuflash import plan
+from cuflash import decode_plan, decode_problem, plan
 from cuflash.api import statistics_shapes
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
@@ -110,6 +110,44 @@ def options(name: str, dtype: np.dtype, seq_q: int, seq_k: int = LENGTH) -> dict
     parts = [single[part] for part in TOGETHER.get(name, (name,))]
     modifiers = tuple(m for part in parts for m in part.get("modifiers", ()))
     return {**{key: x for part in parts for key, x in part.items()}, "modifiers": modifiers}
+
+
+def decode_variants(
+    arch: int,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    name: str = "plain",
+    *,
+    rows: int = 4,
+    paged: bool = False,
+    appends: bool = False,
+    aligned: bool = True,
+    backend: str | None = None,
+) -> Iterator[Variant]:
+    """The kernel of a decode call with so many packed rows of queries, of the options that it takes."""
+    entry = Entry(arch, dtype, head_dim, head_dim_v, aligned=aligned)
+    heads_k, capacity = HEADS, 64
+    chosen = {key: x for key, x in options(name, DTYPES[dtype], 1).items() if key not in ("bias", "mask")}
+    slopes = np.ones(heads_k * rows, np.float64 if dtype == "float64" else np.float32)
+    chosen["modifiers"] = (ALiBi(slopes),) if any(isinstance(m, ALiBi) for m in chosen["modifiers"]) else ()
+    keys = (5, heads_k, 16) if paged else (2, heads_k, capacity)
+    arrays = {
+        "q": entry.place((2, heads_k * rows, 1, head_dim)),
+        "k_cache": entry.place((*keys, head_dim)),
+        "v_cache": entry.place((*keys, head_dim_v)),
+    }
+    if appends:
+        new = {"k_new": (2, heads_k, 1, head_dim), "v_new": (2, heads_k, 1, head_dim_v)}
+        arrays |= {key: entry.place(shape) for key, shape in new.items()}
+    table = np.zeros((2, capacity // 16), np.int32) if paged else None
+    given = dict.fromkeys(("scale", "window", "softcap")) | {"causal": False, "layout": "bhsd"} | chosen
+    call = decode_problem.describe(arrays, np.zeros(2, np.int32), table, **given)
+    out = entry.place((2, heads_k * rows, 1, head_dim_v))
+    lse = np.zeros(call.problem.lse_shape, call.problem.accumulator)
+    places = decode_plan.places_of(call, decode_plan.decode_arrays(call, out, lse))
+    for step in decode_plan.plan_decode(call.decode, described_device(arch), places, backend).steps:
+        yield step.variant
 
 
 RANGES = ("causal", "window", "lengths")
