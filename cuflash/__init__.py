@@ -3,16 +3,20 @@
 from cuflash.api import (
     attention,
     attention_backward,
+    attention_statistics,
     attention_varlen,
     attention_varlen_backward,
     attention_varlen_vjp,
     attention_vjp,
     explain,
 )
+from cuflash.decode import attention_decode
 from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
 from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
+from cuflash.picture import draw_attention
+from cuflash.statistics import Statistics
 from cuflash.union import merge, merge_backward, merge_vjp
 
 __version__ = "0.1.0"
@@ -27,15 +31,19 @@ __all__ = [
     "Explanation",
     "KeyLengths",
     "ShapeError",
+    "Statistics",
     "UnsupportedError",
     "__version__",
     "attention",
     "attention_backward",
+    "attention_decode",
+    "attention_statistics",
     "attention_varlen",
     "attention_varlen_backward",
     "attention_varlen_vjp",
     "attention_vjp",
     "attention_weights",
+    "draw_attention",
     "explain",
     "merge",
     "merge_backward",

@@ -56,15 +56,31 @@ _GRADIENTS: Fields = (
 )
 #: null unless dq is summed in turns
 _TURNS: Fields = (("Pointer", "turns"),)
+#: beside lse; a null one is not asked for.  Behind the modifiers' fields, so that kernels without them take the same record
+STATISTICS = ("maximum", "entropy", "column_sums")
+_STATISTICS: Fields = tuple(("View", name) for name in STATISTICS)
 _PERSISTENT: Fields = (("Pointer", "tile_counter"), ("int", "section"))
+#: `parts` and `part_totals` hold results over parts of the keys, `arrivals` counts them
+_DECODE: Fields = (
+    ("View", "lengths"),
+    ("View", "page_table"),
+    ("View", "k_new"),
+    ("View", "v_new"),
+    ("Pointer", "parts"),
+    ("Pointer", "part_totals"),
+    ("Pointer", "arrivals"),
+    ("int", "seq_new"),
+    ("int", "page_size"),
+    ("int", "pages"),
+)
 _C_TYPES = {"View": "View", "Pointer": "void*", "int": "int", "Real": "Real", "TensorMap": "TensorMap"}
 
 
 @cache
-def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = ()) -> Fields:
-    """The field table of a kernel: `direction` is "forward" or "backward"; `modifiers` are names in chain order.
+def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = (), statistics: bool = False) -> Fields:
+    """The field table of a kernel: `direction` is "forward", "backward" or "decode"; `modifiers` are names in chain order.
 
-    `maps` are names of arrays that the kernel reaches through tensor maps.
+    `maps` are names of arrays that the kernel reaches through tensor maps; `statistics` adds the views of `STATISTICS`.
     """
     table = _INPUTS + (_GRADIENTS if direction == "backward" else ()) + _SHAPE + (("int", "out_vectors"),)
     for name in modifiers:
@@ -73,17 +89,27 @@ def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = (
             table += tuple(("View", f"d{operand}") for operand in REGISTRY[name].differentiable)
     if direction == "backward":
         table += _TURNS
+    elif direction == "decode":
+        table += _DECODE
     elif maps:
         table += _PERSISTENT
+    if statistics:
+        table += _STATISTICS
     return table + tuple(("TensorMap", f"{name}_map") for name in maps)
 
 
 @cache
-def record(direction: str, modifiers: tuple[str, ...], accumulator: str, maps: tuple[str, ...] = ()) -> np.dtype[Any]:
+def record(
+    direction: str,
+    modifiers: tuple[str, ...],
+    accumulator: str,
+    maps: tuple[str, ...] = (),
+    statistics: bool = False,
+) -> np.dtype[Any]:
     """The table as a NumPy record with C alignment."""
     types: dict[str, Any] = {"View": VIEW, "Pointer": "u8", "int": "i4", "Real": accumulator}
     layout: list[Any] = []
-    for kind, name in fields(direction, modifiers, maps):
+    for kind, name in fields(direction, modifiers, maps, statistics):
         if kind != "TensorMap":
             layout.append((name, "i4", (BATCH_AXES,)) if kind == "int[]" else (name, types[kind]))
     plain = np.dtype(layout, align=True)
@@ -102,7 +128,7 @@ def record(direction: str, modifiers: tuple[str, ...], accumulator: str, maps: t
     )
 
 
-def c_struct(direction: str, modifiers: Sequence[str], maps: tuple[str, ...] = ()) -> str:
+def c_struct(direction: str, modifiers: Sequence[str], maps: tuple[str, ...] = (), statistics: bool = False) -> str:
     """The table as C text."""
     lines = [
         f"constexpr int kBatchAxes = {BATCH_AXES};",
@@ -114,6 +140,6 @@ def c_struct(direction: str, modifiers: Sequence[str], maps: tuple[str, ...] = (
     if maps:
         lines.append(f"struct alignas({MAP_ALIGNMENT}) TensorMap {{ u64 opaque[{MAP_BYTES // 8}]; }};")
     lines.append("struct Params {")
-    for kind, name in fields(direction, tuple(modifiers), maps):
+    for kind, name in fields(direction, tuple(modifiers), maps, statistics):
         lines.append(f"  int {name}[kBatchAxes];" if kind == "int[]" else f"  {_C_TYPES[kind]} {name};")
     return "\n".join([*lines, "};"])

@@ -18,6 +18,7 @@ from cuflash.modifiers import Modifier
 from cuflash.problem import (
     MAX_SEQ,
     Call,
+    Problem,
     canonical,
     check_array,
     check_layout,
@@ -27,6 +28,7 @@ from cuflash.problem import (
     dtype_name,
     in_layout,
 )
+from cuflash.statistics import Statistics
 
 BACKENDS = ("numpy", *(row.name for row in backends.BACKENDS))
 
@@ -46,6 +48,7 @@ def attention(
     layout: str = "bhsd",
     return_lse: bool = False,
     out: Any = None,
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Any:
     """Exact attention softmax(scale · q kᵀ) v, in memory linear in the lengths.
@@ -81,6 +84,10 @@ def attention(
         Also return the log-sum-exp of each row's logits.
     out
         Array to write the result into: its shape, dtype and kind, any strides, no memory shared with an input.
+    batch_invariant
+        True: the bits of a batch entry do not depend on the other entries, on how many there are, or on how the arrays lie
+        in memory; for one device, version and set of options, and the same lengths.  Arrays that are not contiguous are
+        copied for it, and on the host entries are computed one by one.
     backend
         None chooses; "numpy" (host), "simt" or "mma" (CUDA) insists.  "wgmma" (compute capability 9.0, rows at
         multiples of 16 bytes) is never chosen: it has to be asked for.
@@ -117,7 +124,8 @@ def attention(
             [2.]]])
     """
     key = None
-    if _launch is not None and out is None and not modifiers:
+    check_flag("batch_invariant", batch_invariant)
+    if _launch is not None and out is None and not modifiers and not batch_invariant:
         key = _launch.signature(q, k, v, mask, bias, (scale, causal, window, softcap, layout, return_lse, backend))
         replayed = _launch.replay(key, q, k, v, mask, bias)
         if replayed is not None:
@@ -125,17 +133,12 @@ def attention(
     given = present(mask=mask, bias=bias, out=out)
     modifiers = keep(modifiers)
     home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
-    if out is not None:
-        check_result(home, call, native["out"])
-    o, lse = run_forward(home, call, native.get("out"), return_lse, backend)
-    if out is None:
-        result = canonical(o, call.problem.layout)
-        if key is not None:
-            _launch.remember(key, call, result, lse, backend)
-        out = home.give(result)
-    else:
-        home.wait(o)
-    return (out, home.give(lse)) if return_lse else out
+    to = checked_out(home, call, native)
+    o, lse = run_forward(home, call, to, return_lse, backend, batch_invariant=bool(batch_invariant))
+    if key is not None:
+        _launch.remember(key, call, canonical(o, call.problem.layout), lse, backend)
+    result = given_out(home, call, o, out)
+    return (result, home.give(lse)) if return_lse else result
 
 
 def attention_backward(
@@ -148,6 +151,7 @@ def attention_backward(
     *,
     dlse: Any = None,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     scale: float | None = None,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
@@ -174,6 +178,9 @@ def attention_backward(
         True: equal calls on one device give equal bits in every gradient; dq is then summed in a fixed order, which takes
         time and 4 bytes for each tile of queries.  None and False: as fast as it goes, which on a GPU leaves the order of
         the sums in dq and dbias open, while dk and dv still repeat; the numpy backend always repeats all of them.
+    batch_invariant
+        As for `attention`, of each gradient that is not itself a sum over the batch; it makes None of `deterministic` True
+        and does not go with False.
     scale, causal, window, mask, bias, softcap, modifiers, layout, backend
         As in the forward call, and with the same values.
 
@@ -205,12 +212,97 @@ def attention_backward(
     array([[[0.5],
             [0.5]]])
     """
-    check_deterministic(deterministic)
+    deterministic = order_of_sums(deterministic, batch_invariant)
     given = {"dout": dout, "out": out, "lse": lse, **present(dlse=dlse, mask=mask, bias=bias)}
     home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
     check_results(call, native, "(*batch, heads_q, seq_q)")
-    gradients = run_backward(home, call, native, deterministic, backend)
+    gradients = run_backward(home, call, native, deterministic, backend, bool(batch_invariant))
     return give_gradients(gradients, home, call, native)
+
+
+def attention_statistics(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    maximum: bool = True,
+    entropy: bool = True,
+    column_sums: bool = True,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    layout: str = "bhsd",
+    out: Any = None,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+) -> Statistics:
+    """`attention` with its log-sum-exp, and statistics of the scores and weights that it never stores.
+
+    Parameters
+    ----------
+    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, out, batch_invariant, backend
+        As for `attention`; backend="wgmma" has no statistics and refuses.
+    maximum
+        Whether to return the largest score of each row.
+    entropy
+        Whether to return the entropy of each row's weights.
+    column_sums
+        Whether to return the sum of each key's weights over the queries, which takes a second pass over the scores.
+
+    Returns
+    -------
+    Statistics
+        A named tuple (out, lse, maximum, entropy, column_sums); what was not asked for is None.  Statistics are of the kind
+        of q, float32 (float64 for float64).
+
+    out, lse
+        As from `attention`.
+    maximum
+        (*batch, heads_q, seq_q) in every layout: the largest score after scale, softcap, other modifiers and bias, of the
+        keys that the row sees; -inf in a row that sees none.
+    entropy
+        Likewise, -Σ p·log p in nats: from 0, all weight on one key, to the logarithm of the number of keys; 0 in a row
+        that sees no key.
+    column_sums
+        (*batch, heads_q, seq_k) in every layout: Σ p over the queries, the attention that a key receives; 0 for a key that
+        no query sees.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        As `attention` does; also for a maximum, entropy or column_sums that is not True or False.
+
+    Notes
+    -----
+    Largest score and entropy come out of the forward's recurrence (arXiv:2205.14135, algorithm 1) with one more sum,
+    Σ exp(s - m)·(s - m); sums of columns from exp(s - lse), as in a backward.  Memory stays linear in the lengths, and equal
+    calls on one device give equal bits.  A row whose lse is NaN has NaN in all of them.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.zeros((1, 3, 1)), np.zeros((1, 2, 1)), np.ones((1, 2, 1))
+    >>> found = cuflash.attention_statistics(q, k, v)
+    >>> found.entropy.round(4)
+    array([[0.6931, 0.6931, 0.6931]])
+    >>> found.column_sums
+    array([[1.5, 1.5]])
+    """
+    flags = {"maximum": maximum, "entropy": entropy, "column_sums": column_sums}
+    for name, flag in {**flags, "batch_invariant": batch_invariant}.items():
+        check_flag(name, flag)
+    given = present(mask=mask, bias=bias, out=out)
+    home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
+    to = checked_out(home, call, native)
+    shapes = statistics_shapes(call.problem)
+    statistics = empty_statistics(home, call, {name: shape for name, shape in shapes.items() if flags[name]})
+    o, lse = run_forward(home, call, to, True, backend, statistics, bool(batch_invariant))
+    found = {name: home.give(x) for name, x in statistics.items()}
+    return Statistics(given_out(home, call, o, out), home.give(lse), **found)
 
 
 def attention_vjp(
@@ -228,6 +320,7 @@ def attention_vjp(
     layout: str = "bhsd",
     return_lse: bool = False,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> Any:
     """`attention` and a function that pulls a gradient of its result back to its inputs.
@@ -236,7 +329,7 @@ def attention_vjp(
     ----------
     q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, return_lse, backend
         As for `attention`.
-    deterministic
+    deterministic, batch_invariant
         As for `attention_backward`.
 
     Returns
@@ -269,6 +362,7 @@ def attention_vjp(
             [0.]]])
     """
     modifiers = keep(modifiers)
+    order_of_sums(deterministic, batch_invariant)
     options: dict[str, Any] = {
         "scale": scale,
         "causal": causal,
@@ -278,6 +372,7 @@ def attention_vjp(
         "softcap": softcap,
         "modifiers": modifiers,
         "layout": layout,
+        "batch_invariant": batch_invariant,
         "backend": backend,
     }
     out, lse = attention(q, k, v, return_lse=True, **options)
@@ -371,14 +466,9 @@ def attention_varlen(
     home, call, native = enter_packed(
         q, k, v, offsets, maxima, present(out=out), scale, causal, window, softcap, modifiers, backend
     )
-    if out is not None:
-        check_result(home, call, native["out"])
-    o, lse = run_forward(home, call, native.get("out"), return_lse, backend)
-    if out is None:
-        out = home.give(canonical(o, call.problem.layout))
-    else:
-        home.wait(o)
-    return (out, home.give(lse)) if return_lse else out
+    o, lse = run_forward(home, call, checked_out(home, call, native), return_lse, backend)
+    result = given_out(home, call, o, out)
+    return (result, home.give(lse)) if return_lse else result
 
 
 def attention_varlen_backward(
@@ -443,7 +533,7 @@ def attention_varlen_backward(
     >>> cuflash.attention_varlen_backward(np.ones_like(out), q, k, v, *offsets, out, lse).dv.ravel()
     array([0.5, 0.5, 1. ])
     """
-    check_deterministic(deterministic)
+    deterministic = order_of_sums(deterministic, batch_invariant=False)
     given = {"dout": dout, "out": out, "lse": lse, **present(dlse=dlse)}
     offsets, maxima = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     home, call, native = enter_packed(
@@ -607,6 +697,26 @@ def present(**arguments: Any) -> dict[str, Any]:
     return {name: x for name, x in arguments.items() if x is not None}
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raise unless an argument is True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentError(f"{name}={value!r:.80}: must be True or False")
+
+
+def order_of_sums(deterministic: Any, batch_invariant: Any) -> bool | None:
+    """Whether a backward sums in a fixed order; None is the backend's default."""
+    if not (deterministic is None or isinstance(deterministic, (bool, np.bool_))):
+        raise ArgumentError(f"deterministic={deterministic!r}: must be True, False or None (the backend's default)")
+    check_flag("batch_invariant", batch_invariant)
+    if not batch_invariant:
+        return None if deterministic is None else bool(deterministic)
+    if deterministic is not None and not deterministic:
+        raise ArgumentError(
+            "deterministic=False with batch_invariant=True: sums in any order depend on what else runs; leave one out"
+        )
+    return True
+
+
 def keep(modifiers: Any) -> Any:
     """A sequence that can be read twice; anything else stays what it is, to be refused by name."""
     return tuple(modifiers) if isinstance(modifiers, Iterable) else modifiers
@@ -680,18 +790,6 @@ def enter_packed(
     return home, call, native
 
 
-def check_deterministic(deterministic: Any) -> None:
-    if not (deterministic is None or isinstance(deterministic, (bool, np.bool_))):
-        raise ArgumentError(f"deterministic={deterministic!r}: must be True, False or None (the backend's default)")
-
-
-def check_result(home: Home, call: Call, out: Any) -> None:
-    """Raise unless the caller's `out` can take the result."""
-    problem = call.problem
-    check_array("out", out, in_layout(problem.out_shape, problem.layout), problem.dtype, "the result's")
-    arrays.check_out(out, home, {"q": call.q, "k": call.k, "v": call.v, **call.operands})
-
-
 def check_results(call: Call, native: Mapping[str, Any], lse_axes: str) -> None:
     """Raise unless the results and their gradients belong to the call."""
     problem = call.problem
@@ -721,30 +819,82 @@ def check_backend(backend: Any, home: Home) -> None:
         )
 
 
-def run_forward(home: Home, call: Call, out: Any, with_lse: bool, backend: str | None) -> tuple[Any, Any]:
-    """Output and log-sum-exp with the axes (*batch, heads, seq, ...), written into the caller's `out` if given."""
+def checked_out(home: Home, call: Call, native: Mapping[str, Any]) -> Any:
+    """The caller's `out` if there is one; raises if the result cannot be written there."""
+    out, problem = native.get("out"), call.problem
+    if out is not None:
+        check_array("out", out, in_layout(problem.out_shape, problem.layout), problem.dtype, "the result's")
+        arrays.check_out(out, home, {"q": call.q, "k": call.k, "v": call.v, **call.operands})
+    return out
+
+
+def given_out(home: Home, call: Call, o: Any, out: Any) -> Any:
+    """The output as the caller's kind: the caller's own `out` if there is one."""
+    if out is None:
+        return home.give(canonical(o, call.problem.layout))
+    home.wait(o)
+    return out
+
+
+def statistics_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Shapes of all statistics beside lse."""
+    return {
+        "maximum": problem.lse_shape,
+        "entropy": problem.lse_shape,
+        "column_sums": (*problem.lse_shape[:-1], problem.seq_k),
+    }
+
+
+def empty_statistics(home: Home, call: Call, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """New arrays for statistics, where the call's arrays are."""
+    if home.device is None:
+        return {name: np.empty(shape, call.problem.accumulator) for name, shape in shapes.items()}
+    arrays.require_gpu()
+    made: dict[str, Any] = launcher().empty_statistics(call, shapes)
+    return made
+
+
+def run_forward(
+    home: Home,
+    call: Call,
+    out: Any,
+    with_lse: bool,
+    backend: str | None,
+    statistics: Mapping[str, Any] | None = None,
+    batch_invariant: bool = False,
+) -> tuple[Any, Any]:
+    """Output and log-sum-exp with the axes (*batch, heads, seq, ...), written into the caller's `out` if given.
+
+    `statistics` are arrays to write, by name.
+    """
     problem = call.problem
     if home.device is None:
         if out is None and problem.layout == "bshd":
             out = np.empty(in_layout(problem.out_shape, problem.layout), call.q.dtype)
-        return numpy_backend.forward(call, None if out is None else canonical(out, problem.layout))
+        to = None if out is None else canonical(out, problem.layout)
+        return numpy_backend.forward(call, to, statistics=statistics, batch_invariant=batch_invariant)
     arrays.require_gpu()
-    result: tuple[Any, Any] = launcher().forward(
-        call, None if out is None else canonical(out, problem.layout), with_lse, backend
-    )
+    to = None if out is None else canonical(out, problem.layout)
+    result: tuple[Any, Any] = launcher().forward(call, to, with_lse, backend, statistics, batch_invariant)
     return result
 
 
 def run_backward(
-    home: Home, call: Call, native: Mapping[str, Any], deterministic: bool | None, backend: str | None
+    home: Home,
+    call: Call,
+    native: Mapping[str, Any],
+    deterministic: bool | None,
+    backend: str | None,
+    batch_invariant: bool = False,
 ) -> Any:
     """Gradients with the axes (*batch, heads, seq, dim)."""
     out, dout = (canonical(native[name], call.problem.layout) for name in ("out", "dout"))
     lse, dlse = native["lse"], native.get("dlse")
     if home.device is None:
-        return numpy_backend.backward(call, out, lse, dout, dlse)  # its sums have one order: always deterministic
+        # Its sums have one order: always deterministic.
+        return numpy_backend.backward(call, out, lse, dout, dlse, batch_invariant=batch_invariant)
     arrays.require_gpu()
-    return launcher().backward(call, out, lse, dout, dlse, deterministic, backend)
+    return launcher().backward(call, out, lse, dout, dlse, deterministic, backend, batch_invariant)
 
 
 def give_gradients(gradients: Any, home: Home, call: Call, native: Mapping[str, Any]) -> Any:

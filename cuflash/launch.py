@@ -21,6 +21,7 @@ from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.plan import (
     Plan,
     backward_arrays,
+    compacted,
     forward_arrays,
     is_mergeable,
     places_of,
@@ -131,13 +132,25 @@ def tile_counter(device: int) -> int:
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
-def forward(call: Call, out: Any = None, with_lse: bool = False, requested: str | None = None) -> tuple[Any, Any]:
-    """Output and lse (None unless asked for), with the axes (*batch, heads, seq, ...), written into `out` if given."""
+def forward(
+    call: Call,
+    out: Any = None,
+    with_lse: bool = False,
+    requested: str | None = None,
+    statistics: Mapping[str, Any] | None = None,
+    batch_invariant: bool = False,
+) -> tuple[Any, Any]:
+    """Output and lse (None unless asked for), with the axes (*batch, heads, seq, ...), written into `out` if given.
+
+    `statistics` are contiguous arrays to write, by name; sums of columns need lse.
+    """
     problem = call.problem
     with cupy.cuda.Device(call.q.data.device_id):
         lse = cupy.empty(problem.lse_shape, problem.accumulator) if with_lse else None
         to = empty(problem.out_shape, problem, call.q.dtype) if out is None else out
-        arrays = forward_arrays(call, to, lse)
+        arrays = forward_arrays(call, to, lse, **(statistics or {}))
+        if batch_invariant:
+            arrays = compacted(problem, arrays)
         if not is_mergeable(problem, arrays):
             arrays = in_one_batch(problem, arrays)
         plan = plan_forward(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
@@ -155,6 +168,7 @@ def backward(
     dlse: Any = None,
     deterministic: bool | None = None,
     requested: str | None = None,
+    batch_invariant: bool = False,
 ) -> Any:
     """Gradients with the axes (*batch, heads, seq, dim)."""
     problem = call.problem
@@ -166,6 +180,8 @@ def backward(
         operands = differentiable_operands(problem.modifiers)
         sums = {f"d{name}": cupy.zeros(call.operands[name].shape, problem.accumulator) for name in operands}
         arrays = backward_arrays(call, out=out, lse=lse, dout=dout, dlse=dlse, **gradients, **sums)
+        if batch_invariant:
+            arrays = compacted(problem, arrays)
         if not is_mergeable(problem, arrays):
             arrays = in_one_batch(problem, arrays)
         places = places_of(problem, arrays)
@@ -179,6 +195,12 @@ def backward(
 def empty(shape: tuple[int, ...], problem: Problem, dtype: Any) -> Any:
     """New array with the axes (*batch, heads, seq, dim), contiguous in the caller's layout."""
     return canonical(cupy.empty(in_layout(shape, problem.layout), dtype), problem.layout)
+
+
+def empty_statistics(call: Call, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """New arrays for statistics, contiguous, beside q."""
+    with cupy.cuda.Device(call.q.data.device_id):
+        return {name: cupy.empty(shape, call.problem.accumulator) for name, shape in shapes.items()}
 
 
 def in_one_batch(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:

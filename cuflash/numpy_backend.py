@@ -16,7 +16,7 @@ Axes: arrays are (*batch, heads, seq, dim).  Query heads that share a key head a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash import segments
+from cuflash.decode_problem import DecodeCall, append, entries
 from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.modifiers import BlockMask, Modifier, Tile
 from cuflash.problem import Call, Problem
@@ -38,6 +39,7 @@ Seen = NDArray[np.bool_] | None  # which scores of a tile may be seen; None is a
 # 118 / 283 with 512 × 2048.
 TILE_ROWS = 256
 TILE_SCORES = 1 << 17
+NOTHING = -2000.0  # a logarithm whose exponential is 0 in every dtype
 # Where a mask knows at a glance what is hidden, tiles are put together from as many columns; they have fewer rows if the
 # mask's blocks do, but not so few that calls take longer than products.
 GLANCE_COLUMNS = 128
@@ -45,7 +47,13 @@ TILE_LEAST = 64
 
 
 def forward(
-    call: Call, out: Array | None = None, *, block_q: int | None = None, block_k: int | None = None
+    call: Call,
+    out: Array | None = None,
+    *,
+    statistics: Mapping[str, Array] | None = None,
+    batch_invariant: bool = False,
+    block_q: int | None = None,
+    block_k: int | None = None,
 ) -> tuple[Array, Array]:
     """Output and log-sum-exp of one call.
 
@@ -55,6 +63,11 @@ def forward(
         A `cuflash.problem.Call` with NumPy arrays of any strides; they are only read.
     out
         Where to write the output, (*batch, heads_q, seq_q, head_dim_v), of any strides; None makes a new array.
+    statistics
+        Arrays to write statistics into, by name: "maximum" and "entropy", (*batch, heads_q, seq_q), and "column_sums",
+        (*batch, heads_q, seq_k); None is none.
+    batch_invariant
+        Whether each batch entry is computed as if it were alone.
     block_q, block_k
         Rows and columns of a tile; None chooses them.
 
@@ -89,30 +102,44 @@ def forward(
     direct = out is not None and not any(np.may_share_memory(out, x) for x in inputs)
     result = out if out is not None and direct else np.empty(problem.out_shape, call.q.dtype)
     lse = np.empty(problem.lse_shape, problem.accumulator)
+    asked = statistics or {}
     with np.errstate(all="ignore"):  # infinities and NaN of the input are results here, not accidents
-        for chunk in chunks(call, block_q, block_k):
+        for chunk in chunks(call, block_q, block_k, batch_invariant):
             for rows in blocks(0, problem.seq_q, chunk.block_q):
                 at = (*chunk.queries, rows)
-                result[at], lse[at] = forward_rows(chunk, rows)
+                result[at], lse[at], maximum, entropy = forward_rows(chunk, rows, "entropy" in asked)
+                for name, x in (("maximum", maximum), ("entropy", entropy)):
+                    if name in asked:
+                        asked[name][at] = x
+            if "column_sums" in asked:
+                asked["column_sums"][chunk.queries] = column_sums(chunk, lse[chunk.queries])
         if out is not None and not direct:
             out[...] = result
             result = out
     return result, lse
 
 
-def forward_rows(chunk: Chunk, rows: slice) -> tuple[Array, Array]:
-    """Output and log-sum-exp of one tile of queries: the recurrence over its keys."""
+def forward_rows(chunk: Chunk, rows: slice, with_entropy: bool = False) -> tuple[Array, Array, Array, Array | None]:
+    """Output, log-sum-exp, largest score and, if asked for, entropy of one tile of queries: the recurrence over its keys.
+
+    The entropy is log l − u / l with u = Σ exp(s − m)·(s − m), which changes its base as l does, and by what m moves.
+    """
     q = chunk.load_q(rows)
     m = np.full((*q.shape[:-1], 1), -np.inf, q.dtype)
     l = np.zeros_like(m)  # noqa: E741 (the papers' letter)
     a = np.zeros((*q.shape[:-1], chunk.v.shape[-1]), q.dtype)
+    u = np.zeros_like(m) if with_entropy else None
     for tile, seen in chunk.tiles(rows):
         s, _ = scores(chunk, q, tile, seen)
         m_new = np.maximum(m, s.max(axis=-1, keepdims=True))
         # While a row has seen nothing its maximum is −∞, and −∞ − (−∞) is NaN: for this step it is shifted by 0.
         shift = np.where(np.isneginf(m_new), 0, m_new)
         alpha = np.exp(m - shift)
-        p = np.exp(np.subtract(s, shift, out=s), out=s)
+        power = np.subtract(s, shift, out=s)
+        p = np.exp(power, out=None if with_entropy else s)
+        if u is not None:
+            u = np.where(alpha == 0, 0, alpha * (u + (m - shift) * l))
+            u += (p * np.maximum(power, NOTHING)).sum(axis=-1, keepdims=True)  # what is hidden weighs 0; 0 · −∞ is NaN
         l *= alpha  # noqa: E741
         l += p.sum(axis=-1, keepdims=True)  # noqa: E741
         a *= alpha
@@ -120,7 +147,46 @@ def forward_rows(chunk: Chunk, rows: slice) -> tuple[Array, Array]:
         m = m_new
     empty = l == 0
     total = np.where(empty, 1, l)
-    return np.where(empty, 0, a / total), np.where(empty, -np.inf, m + np.log(total))[..., 0]
+    lse = np.where(empty, -np.inf, m + np.log(total))
+    entropy = None if u is None else np.where(empty, 0, np.maximum(np.log(total) - u / total, 0))[..., 0]
+    return np.where(empty, 0, a / total), lse[..., 0], np.where(np.isnan(lse), lse, m)[..., 0], entropy
+
+
+def column_sums(chunk: Chunk, lse: Array) -> Array:
+    """Sum of each key's weights over all queries, head by head: the weights come back tile by tile as exp(s − L)."""
+    sums = np.zeros((*lse.shape[:-1], chunk.problem.seq_k), lse.dtype)
+    for rows in blocks(0, chunk.problem.seq_q, chunk.block_q):
+        q = chunk.load_q(rows)
+        shift = lse[..., rows, None]
+        shift = np.where(np.isneginf(shift), np.inf, shift)
+        for tile, seen in chunk.tiles(rows):
+            s, _ = scores(chunk, q, tile, seen)
+            p = np.exp(np.minimum(np.subtract(s, shift, out=s), 0, out=s), out=s)
+            hide(p, seen, 0)  # not 0 already where the row's L is NaN
+            sums[..., tile.columns] += p.sum(axis=-2)
+    return sums
+
+
+def decode(call: DecodeCall, out: Array) -> tuple[Array, Array]:
+    """Output and log-sum-exp of one decode call: each entry of the batch is a forward over the keys that it has.
+
+    Parameters
+    ----------
+    call
+        A `cuflash.decode_problem.DecodeCall` with NumPy arrays; new keys are written into its caches.
+    out
+        Where to write the output, (batch, heads_q, seq_q, head_dim_v), of any strides, apart from the inputs.
+
+    Returns
+    -------
+    out, lse
+        As from `forward`.
+    """
+    append(call)
+    lse = np.empty(call.problem.lse_shape, call.problem.accumulator)
+    for entry, part in entries(call):
+        out[entry], lse[entry] = forward(part)
+    return out, lse
 
 
 def backward(
@@ -130,6 +196,7 @@ def backward(
     dout: Array,
     dlse: Array | None = None,
     *,
+    batch_invariant: bool = False,
     block_q: int | None = None,
     block_k: int | None = None,
 ) -> Any:
@@ -145,6 +212,8 @@ def backward(
         Gradient of the loss with respect to the output, (*batch, heads_q, seq_q, head_dim_v).
     dlse
         The same for the log-sum-exp, (*batch, heads_q, seq_q); None is 0.
+    batch_invariant
+        Whether each batch entry is computed as if it were alone.
     block_q, block_k
         Rows and columns of a tile; None chooses them.
 
@@ -186,7 +255,7 @@ def backward(
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in (call.q, call.k, call.v))
     sums = {name: np.zeros(call.operands[name].shape, problem.accumulator) for name in names}
     with np.errstate(all="ignore"):
-        for chunk in chunks(call, block_q, block_k):
+        for chunk in chunks(call, block_q, block_k, batch_invariant):
             chunk_dk, chunk_dv = np.zeros(chunk.k.shape, chunk.k.dtype), np.zeros(chunk.v.shape, chunk.v.dtype)
             chunk_sums = {name: cut(x, chunk.queries) for name, x in sums.items()}
             for rows in blocks(0, problem.seq_q, chunk.block_q):
@@ -353,11 +422,16 @@ class Chunk:
             yield slice(start, end)
 
 
-def chunks(call: Call, block_q: int | None, block_k: int | None) -> Iterator[Chunk]:
-    """Cut a call into chunks whose tiles of scores fit the cache."""
+def chunks(call: Call, block_q: int | None, block_k: int | None, batch_invariant: bool = False) -> Iterator[Chunk]:
+    """Cut a call into chunks whose tiles of scores fit the cache.
+
+    Entries that share a chunk share its tiles, which cover the keys that any of them sees, and a BLAS may round by the size
+    of a product.  `batch_invariant` gives each entry chunks of its own, and the BLAS rows of one pitch.
+    """
     problem = call.problem
     rows, columns, heads = tile_sizes(problem, block_q, block_k)
-    for keys in boxes((*problem.batch, problem.heads_k), heads):
+    shape = (*problem.batch, problem.heads_k)
+    for keys in entry_boxes(shape, heads) if batch_invariant else boxes(shape, heads):
         *batch, part = keys
         queries = (*batch, slice(part.start * problem.group, part.stop * problem.group))
         yield Chunk(
@@ -367,8 +441,8 @@ def chunks(call: Call, block_q: int | None, block_k: int | None) -> Iterator[Chu
             keys=keys,
             queries=queries,
             q=call.q[queries],
-            k=blas_ready(call.k[keys], problem.accumulator),
-            v=blas_ready(call.v[keys], problem.accumulator),
+            k=blas_ready(call.k[keys], problem.accumulator, batch_invariant),
+            v=blas_ready(call.v[keys], problem.accumulator, batch_invariant),
             operands={name: cut(x, queries) for name, x in call.operands.items()},
         )
 
@@ -402,17 +476,25 @@ def boxes(shape: tuple[int, ...], count: int) -> Iterator[tuple[slice, ...]]:
             yield (*(slice(i, i + 1) for i in outer), part, *rest)
 
 
+def entry_boxes(shape: tuple[int, ...], count: int) -> Iterator[tuple[slice, ...]]:
+    """The same without a box that holds more than one index of the axes before the last."""
+    for outer in np.ndindex(*shape[:-1]):
+        for part in blocks(0, shape[-1], count):
+            yield (*(slice(i, i + 1) for i in outer), part)
+
+
 def blocks(start: int, stop: int, step: int) -> Iterator[slice]:
     """Consecutive slices of at most `step` from `start` to `stop`."""
     for i in range(start, stop, step):
         yield slice(i, min(i + step, stop))
 
 
-def blas_ready(x: Array, dtype: str) -> Array:
-    """`x` in that dtype with rows that a BLAS takes as they are; a copy only if it is not so already."""
+def blas_ready(x: Array, dtype: str, always_copied: bool = False) -> Array:
+    """`x` in that dtype with rows that a BLAS takes as they are; a copy only if it is not so already, or if asked for."""
     *_, row, column = x.strides
     ready = x.dtype == dtype and column == x.itemsize and row % x.itemsize == 0 and row >= x.shape[-1] * x.itemsize
-    return x if ready and x.flags.aligned else x.astype(dtype, order="C")
+    ready = ready and x.flags.aligned and not always_copied
+    return x if ready else x.astype(dtype, order="C")
 
 
 def seen_product(left: Array, right: Array, seen: Seen) -> Array:

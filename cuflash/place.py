@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cuflash.abi import BATCH_AXES
 from cuflash.errors import UnsupportedError
+from cuflash.problem import Layout, canonical
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,26 @@ def placed(array: Any, shape: tuple[int, ...], address: int) -> Placed:
         0 if n == 1 and full != 1 else s for n, s, full in zip(array.shape, array.strides, shape, strict=True)
     )
     return Placed(strides, array.dtype.itemsize, address % 16)
+
+
+def address(array: Any) -> int:
+    """Address of the first element of a NumPy or CuPy array."""
+    return int(array.ctypes.data) if isinstance(array, np.ndarray) else int(array.data.ptr)
+
+
+def compact(array: Any, layout: Layout) -> Any:
+    """The array itself where it lies as a new one of the layout would, else a copy that does.
+
+    Axes are (*batch, heads, seq, dim).  Strides of axes of length 1 count, too: tiles and backends are chosen by them.
+    """
+    x = canonical(array, layout)
+    strides, step = [], x.dtype.itemsize
+    for n in reversed(x.shape):
+        strides.append(step)
+        step *= n
+    if x.size == 0 or (x.strides == tuple(reversed(strides)) and address(x) % 16 == 0):
+        return array
+    return canonical(x.copy(order="C"), layout)
 
 
 def merged_batch(

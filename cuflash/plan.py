@@ -18,7 +18,7 @@ from cuflash.backends import Device, select
 from cuflash.errors import UnsupportedError
 from cuflash.gradients import differentiable_operands
 from cuflash.modifiers import REGISTRY, Scaled
-from cuflash.place import Placed, merged_batch, placed
+from cuflash.place import Placed, address, compact, merged_batch, placed
 from cuflash.problem import Call, Problem
 from cuflash.schedules import rows
 from cuflash.schedules.base import Config
@@ -47,7 +47,7 @@ class Step:
         """Of the argument record: the kernel's own part of the plan's."""
         variant = self.variant
         accumulator = "float64" if variant.real == "double" else "float32"
-        return abi.record(variant.direction, variant.modifiers, accumulator, variant.maps).itemsize
+        return abi.record(variant.direction, variant.modifiers, accumulator, variant.maps, variant.statistics).itemsize
 
 
 @dataclass(frozen=True, eq=False)  # a plan is itself: it is made once
@@ -77,8 +77,8 @@ class Plan:
     ) -> bytearray:
         """The argument record with these addresses; those not named are null."""
         record = bytearray(self.template)
-        for name, address in pointers.items():
-            _POINTER.pack_into(record, self.offsets[name], address)
+        for name, pointer in pointers.items():
+            _POINTER.pack_into(record, self.offsets[name], pointer)
         for tensor_map in self.maps:
             key = (tensor_map.array, pointers[tensor_map.array])
             encoded = self.encoded.get(key)
@@ -96,21 +96,27 @@ class Plan:
 def plan_forward(
     problem: Problem, device: Device, places: tuple[tuple[str, Placed], ...], requested: str | None = None
 ) -> Plan:
-    """Plan of the forward for arrays at these places."""
+    """Plan of the forward for arrays at these places; those of statistics among them say which are computed."""
     at = dict(places)
     backend, reasons = select(problem, device, at, requested=requested)
     axes = len(problem.out_shape)
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v"))
-    config = backend.schedule.forward(problem, device.shared_limit, aligned)
+    kept = {name: True for name in ("maximum", "entropy") if name in at}  # of each row, in the forward's own pass
+    config = backend.schedule.forward(problem, device.shared_limit, aligned, **kept)
     names = chain_names(problem)
     variant = Variant(config.kernel, problem.dtype, names, config)
-    steps = checked(Step(variant, grid(config, problem, device)))
+    steps = [Step(variant, grid(config, problem, device))]
+    if "column_sums" in at:  # a pass over the scores that follows, because it needs lse
+        columns = backend.schedule.columns(problem, device.shared_limit, all(at[n].aligned(16, axes) for n in "qk"))
+        steps.append(Step(Variant(columns.kernel, problem.dtype, names, columns), columns.blocks(problem)))
+    planned = checked(*steps)
     values = {**common_values(problem), "out_vectors": vectors(at["out"], axes)}
     if variant.maps:
         values["section"] = config.section(problem)
-    template, offsets = pack("forward", problem, at, values, variant.maps)
+    with_statistics = any(name in at for name in abi.STATISTICS)
+    template, offsets = pack("forward", problem, at, values, variant.maps, with_statistics)
     maps = tensor_maps(variant, problem, at)
-    return Plan(problem, device, backend.name, reasons, steps, template, offsets, maps)
+    return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps)
 
 
 def grid(config: Config, problem: Problem, device: Device) -> int:
@@ -236,16 +242,17 @@ def pack(
     at: Mapping[str, Placed],
     values: Mapping[str, float | int],
     maps: tuple[str, ...] = (),
+    statistics: bool = False,
 ) -> tuple[bytes, dict[str, int]]:
     """The argument record without addresses, and where the addresses go."""
     names = chain_names(problem)
-    dtype = abi.record(direction, names, problem.accumulator, maps)
+    dtype = abi.record(direction, names, problem.accumulator, maps, statistics)
     record = np.zeros((), dtype)
     sizes, strides = merged_batch(problem.batch, {n: p.strides[: len(problem.batch)] for n, p in at.items()})
     record["batch_sizes"] = sizes
     offsets = {}
     layout: Mapping[str, Any] = dtype.fields or {}
-    for kind, name in abi.fields(direction, names, maps):
+    for kind, name in abi.fields(direction, names, maps, statistics):
         if kind in ("View", "Pointer", "TensorMap"):
             offsets[name] = layout[name][1]
         elif name in values:
@@ -282,11 +289,6 @@ def checked(*steps: Step) -> tuple[Step, ...]:
 
 
 # ---- arrays of a call ---------------------------------------------------------------------------------------------------
-def address(array: Any) -> int:
-    """Address of the first element of a NumPy or CuPy array."""
-    return int(array.ctypes.data) if isinstance(array, np.ndarray) else int(array.data.ptr)
-
-
 def places_of(problem: Problem, arrays: Mapping[str, Any]) -> tuple[tuple[str, Placed], ...]:
     """Places of the arrays by field name; operands are broadcast to the scores' axes."""
     found = []
@@ -298,14 +300,24 @@ def places_of(problem: Problem, arrays: Mapping[str, Any]) -> tuple[tuple[str, P
     return tuple(found)
 
 
+def compacted(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, those of elements of the call's dtype in one place whatever batch they were cut from.
+
+    Tiles and backends are chosen by dtype, sizes, and how these arrays lie; nothing else that a row's bits depend on, so that
+    with this they do not depend on what else is in the batch.
+    """
+    names = ("q", "k", "v", "out", "dout")
+    return {name: compact(x, problem.layout) if name in names else x for name, x in arrays.items()}
+
+
 def pointers_of(arrays: Mapping[str, Any]) -> dict[str, int]:
     """Addresses of the arrays by field name."""
     return {name: address(array) for name, array in arrays.items()}
 
 
-def forward_arrays(call: Call, out: Any, lse: Any) -> dict[str, Any]:
-    """Arrays of a forward by field name."""
-    arrays = {"q": call.q, "k": call.k, "v": call.v, "out": out, **call.operands}
+def forward_arrays(call: Call, out: Any, lse: Any, **statistics: Any) -> dict[str, Any]:
+    """Arrays of a forward by field name; `statistics` are some of `abi.STATISTICS`."""
+    arrays = {"q": call.q, "k": call.k, "v": call.v, "out": out, **call.operands, **statistics}
     return arrays if lse is None else {**arrays, "lse": lse}
 
 

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash import segments
+from cuflash.decode_problem import DecodeCall, append, entries
 from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.modifiers import Tile
 from cuflash.problem import Call
@@ -63,6 +64,28 @@ def forward(call: Call) -> tuple[Array, Array]:
     with np.errstate(all="ignore"):  # infinities and NaN of the input are results here, not accidents
         dense = attend(call)
         return seen_product(dense.p, dense.seen, dense.v), dense.lse
+
+
+def decode(call: DecodeCall) -> tuple[Array, Array]:
+    """Output and log-sum-exp of one decode call, in float64: each entry of the batch is plain attention over its keys.
+
+    Parameters
+    ----------
+    call
+        A `cuflash.decode_problem.DecodeCall` with NumPy arrays; new keys are written into its caches.
+
+    Returns
+    -------
+    out
+        (batch, heads_q, seq_q, head_dim_v); 0 in a row that sees no key.
+    lse
+        (batch, heads_q, seq_q), natural logarithm; −∞ in a row that sees no key.
+    """
+    append(call)
+    out, lse = np.zeros(call.problem.out_shape), np.zeros(call.problem.lse_shape)
+    for entry, part in entries(call):
+        out[entry], lse[entry] = forward(part)
+    return out, lse
 
 
 def backward(call: Call, dout: Array, dlse: Array | None = None) -> Any:
@@ -133,6 +156,41 @@ def weights(call: Call) -> Array:
         return attend(call).p
 
 
+def statistics(call: Call) -> dict[str, Array]:
+    """What `cuflash.attention_statistics` returns beside the results of `forward`, in float64, by name.
+
+    Parameters
+    ----------
+    call
+        A `cuflash.problem.Call` with NumPy arrays of any supported dtype.
+
+    Returns
+    -------
+    maximum
+        max_j S_ij, (*batch, heads_q, seq_q); −∞ in a row that sees no key.
+    entropy
+        −Σ_j P_ij log P_ij, (*batch, heads_q, seq_q), in nats; 0 in a row that sees no key.
+    column_sums
+        Σ_i P_ij, (*batch, heads_q, seq_k); 0 for a key that no query sees.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import problem, reference
+    >>> q, k = np.zeros((1, 3, 1)), np.zeros((1, 2, 1))
+    >>> reference.statistics(problem.describe(q, k, k))["column_sums"]
+    array([[1.5, 1.5]])
+    """
+    with np.errstate(all="ignore"):
+        dense = attend(call)
+        m = dense.s.max(axis=-1, initial=-np.inf)
+        return {
+            "maximum": np.where(np.isnan(dense.lse), np.nan, m),
+            "entropy": -np.where(dense.p == 0, 0, dense.p * np.log(dense.p)).sum(axis=-1) + 0.0,
+            "column_sums": dense.p.sum(axis=-2),
+        }
+
+
 def visible(call: Call) -> NDArray[np.bool_]:
     """True where the query of the row may see the key of the column, (*batch, heads_q, seq_q, seq_k)."""
     return np.broadcast_to(visible_in(whole(call)), call.problem.score_shape)
@@ -160,6 +218,7 @@ class Dense:
     k: Array
     v: Array
     seen: NDArray[np.bool_]
+    s: Array  # −∞ where hidden
     p: Array
     lse: Array
     slopes: list[tuple[Any, Array | None]]  # each score modifier with its derivative; None is 1
@@ -179,7 +238,7 @@ def attend(call: Call) -> Dense:
             slopes.append((modifier, modifier.slope(s, tile)))
             s = modifier.apply(s, tile)
     p, lse = softmax(s, seen)
-    return Dense(q, k, v, seen, p, lse, slopes)
+    return Dense(q, k, v, seen, np.where(seen, s, -np.inf), p, lse, slopes)
 
 
 def softmax(s: Array, seen: NDArray[np.bool_]) -> tuple[Array, Array]:

@@ -66,7 +66,7 @@ def prologue(variant: Variant) -> str:
             constants,
             "};",
             f"#define CUFLASH_ENTRY {variant.entry}",
-            abi.c_struct(variant.direction, variant.modifiers, variant.maps),
+            abi.c_struct(variant.direction, variant.modifiers, variant.maps, variant.statistics),
             f"constexpr bool kPacked = {str(Packed.name in variant.modifiers).lower()};",
             '#include "attention/index.cuh"',
             *(m.cuda.strip() for m in chain),

@@ -31,8 +31,28 @@ class BackwardTile(NamedTuple):
     blocks_per_sm: int
 
 
+class ColumnsTile(NamedTuple):
+    """Tile of forward_columns_mma.cu."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+    blocks_per_sm: int
+    k_in_registers: bool = False
+
+
+class ColumnsSimtTile(NamedTuple):
+    """Tile of forward_columns_simt.cu: a warp has `lane_rows` rows of lanes, a thread so many keys and queries."""
+
+    warps: int
+    lane_rows: int
+    thread_rows: int
+    thread_columns: int
+
+
 class ForwardWgmmaTile(NamedTuple):
-    """Tile of forward_wgmma.cu, for head sizes, query lengths and weights of modifiers up to a limit."""
+    """Tile of forward_wgmma.cu, for head sizes, keys per query and weights of modifiers up to a limit."""
 
     max_head_dim: int
     block_q: int
@@ -41,8 +61,16 @@ class ForwardWgmmaTile(NamedTuple):
     query_stages: int
     continuous: bool
     optimistic: bool = True
-    max_seq_q: int = 1 << 31
+    max_keys: int = 1 << 31  # that a query sees on average
     max_weight: int = 1 << 31  # schedules/wgmma.py, `weight`
+
+
+class DecodeTile(NamedTuple):
+    """Ring of a warp of decode_mma.cu: keys of a stage, warps of a block, stages of a warp."""
+
+    block_k: int
+    warps: int
+    stages: int
 
 
 FORWARD_MMA = (
@@ -60,6 +88,25 @@ FORWARD_MMA = (
     ForwardTile(32, 32, 2, 1, 1),
     ForwardTile(32, 16, 2, 1, 1),
     ForwardTile(16, 16, 1, 1, 1),
+)
+
+COLUMNS_MMA = (
+    ColumnsTile(64, 128, 4, 2, 2, k_in_registers=True),
+    ColumnsTile(64, 128, 4, 2, 2),
+    ColumnsTile(64, 64, 4, 2, 2),
+    ColumnsTile(64, 64, 4, 1, 2),
+    ColumnsTile(32, 64, 4, 1, 1),
+    ColumnsTile(32, 32, 2, 1, 1),
+    ColumnsTile(16, 16, 1, 1, 1),
+)
+
+COLUMNS_SIMT = (
+    ColumnsSimtTile(4, 8, 4, 8),
+    ColumnsSimtTile(4, 8, 4, 4),
+    ColumnsSimtTile(4, 8, 2, 4),
+    ColumnsSimtTile(2, 8, 2, 2),
+    ColumnsSimtTile(1, 8, 1, 2),
+    ColumnsSimtTile(1, 8, 1, 1),
 )
 
 BACKWARD_MMA = (
@@ -80,15 +127,35 @@ BACKWARD_MMA = (
     BackwardTile(16, 16, 1, 1, 1, 1, 1),
 )
 
+# H200, 2026-11-30, bf16, B·S = 16384, H·d = 2048, all variants of a shape in one rotation, TFLOP/s full and causal
 FORWARD_WGMMA = (
-    ForwardWgmmaTile(64, 256, 64, 6, 2, continuous=True, max_seq_q=4096, max_weight=3),
+    # S 1024: 482 and 373 (192 x 128: 434 and 302), S 4096: 538 and 482 (538 and 468)
+    ForwardWgmmaTile(64, 256, 64, 6, 2, continuous=True, max_keys=4096, max_weight=3),
+    # S 16384: 578 and 548 (256 x 64: 553 and 527)
     ForwardWgmmaTile(64, 192, 128, 4, 2, continuous=False, max_weight=7),
+    # S 1024: 586 and 445 (192 x 80: 514 and 381), S 4096 causal: 604 (600)
+    ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_keys=3072, max_weight=9),
+    # S 4096: 667 full (128 x 128: 655), S 8192: 718 and 681 (689 and 658), S 16384: 737 and 707 (705 and 672)
+    ForwardWgmmaTile(128, 192, 80, 3, 1, continuous=False, max_weight=7),
     ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_weight=9),
     ForwardWgmmaTile(128, 128, 64, 3, 2, continuous=True),
     ForwardWgmmaTile(192, 128, 128, 2, 1, continuous=False, max_weight=9),
     ForwardWgmmaTile(192, 128, 96, 2, 1, continuous=False, max_weight=9),
     ForwardWgmmaTile(192, 128, 64, 2, 1, continuous=False),
+    # S 16384: 762 and 734, S 1024: 618 and 512
     ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, max_weight=7),
     ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False, max_weight=13),
     ForwardWgmmaTile(256, 128, 16, 2, 1, continuous=False),
+)
+
+DECODE_MMA = (
+    DecodeTile(32, 4, 4),
+    DecodeTile(32, 4, 3),
+    DecodeTile(32, 4, 2),
+    DecodeTile(16, 4, 3),
+    DecodeTile(16, 4, 2),
+    DecodeTile(16, 2, 4),
+    DecodeTile(16, 2, 3),
+    DecodeTile(16, 2, 2),
+    DecodeTile(16, 1, 2),
 )

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from cuflash.abi import STATISTICS
+
 ELEMENTS = {"float16": "Half", "bfloat16": "Bfloat16", "float32": "float", "float64": "double"}
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
@@ -34,6 +36,11 @@ class Variant:
         return tuple(getattr(self.config, "box_rows", ()))
 
     @property
+    def statistics(self) -> bool:
+        """Whether the kernel is given the arrays of statistics beside lse."""
+        return bool(getattr(self.config, "statistics", False))
+
+    @property
     def target(self) -> str:
         """Suffix of the architecture: "a" for instructions that only this one has (PTX ISA, "Target ISA")."""
         return "a" if self.maps else ""
@@ -49,9 +56,10 @@ class Variant:
         parts = ["cuflash", self.kernel]
         if hasattr(self.config, "head_dim"):
             parts.append(f"d{self.config.head_dim}")
-            if self.config.head_dim_v != self.config.head_dim:
+            if getattr(self.config, "head_dim_v", self.config.head_dim) != self.config.head_dim:
                 parts.append(f"v{self.config.head_dim_v}")
-        return "_".join([*parts, SHORT[self.dtype], *self.modifiers])
+        kept = [name for name in STATISTICS if getattr(self.config, name, False)]
+        return "_".join([*parts, SHORT[self.dtype], *self.modifiers, *kept])
 
     def constants(self) -> dict[str, int | bool]:
         """Constant name in CUDA -> value; the kernel checks its shared memory against `kSharedBytes` by static_assert."""

@@ -2,9 +2,10 @@
 
     python scripts/bench.py --suite foundation --peers torch --out scripts/results/h200-foundation.json
     python scripts/bench.py --suite foundation --cpu --out scripts/results/cpu-foundation.json
-    python scripts/bench.py --suite hopper --peers torch --out scripts/results/h200-hopper.json
+    python scripts/bench.py --suite hopper --peers all --out scripts/results/h200-hopper.json
     python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
     python scripts/bench.py --suite packed --peers torch --out scripts/results/h200-packed.json
+    python scripts/bench.py --suite decode --peers torch --out scripts/results/h200-decode.json
 
 Times on the GPU are sustained ones: batches of calls back to back, between two CUDA events.  Every system gets the same
 data, and what cuflash computes is compared with a peer once per shape: a kernel that is wrong posts no time.  Whatever
@@ -39,6 +40,7 @@ from cuflash.cli import bench, text
 from cuflash.cli.machine import stamp, this_machine
 from cuflash.cli.measure import Clock
 from cuflash.cli.shape import Shape
+from scripts import bench_decode
 
 Array = Any
 Call = Callable[[], Any]
@@ -55,6 +57,7 @@ class Session:
 
     quick: bool
     peers: bool
+    all_peers: bool = False
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -65,9 +68,20 @@ class Session:
         """Keep a row and show it."""
         row = {"topic": topic, "system": system, **values}
         self.rows.append(row)
-        keys = ("direction", "dtype", "seq_q", "head_dim", "causal", "lengths", "pattern", "visible", "backend")
+        keys = (
+            "direction",
+            "dtype",
+            "seq_q",
+            "head_dim",
+            "causal",
+            "lengths",
+            "pattern",
+            "visible",
+            "backend",
+            "cache",
+        )
         shown = [f"{k}={row[k]}" for k in keys if row.get(k) is not None]
-        measured = ("ms", "tflops", "us", "error", "peak_bytes", "extra_bytes", "failure")
+        measured = ("ms", "tflops", "gbps", "gbps_single", "us", "error", "peak_bytes", "extra_bytes", "failure")
         shown += [
             f"{k}={row[k]:.4g}" if isinstance(row[k], float) else f"{k}={row[k]}"
             for k in measured
@@ -92,14 +106,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--suite", choices=SUITES, default="foundation")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--peers", choices=("torch",), help="also measure the attention of this framework")
+    parser.add_argument(
+        "--peers", choices=("torch", "all"), help="also measure PyTorch's attention, or FA3 and FA4 too"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds")
     parser.add_argument("--cpu", action="store_true", help="only what needs no GPU")
     arguments = parser.parse_args()
 
     random.seed(0)
     started = time.perf_counter()
-    session = Session(arguments.quick, arguments.peers is not None)
+    session = Session(arguments.quick, arguments.peers is not None, arguments.peers == "all")
     machine = this_machine()
     if not machine.devices and not arguments.cpu:
         sys.exit(f"no GPU to measure ({machine.no_gpu}); --cpu measures the NumPy backend")
@@ -171,13 +187,13 @@ def rotate(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     import cupy
 
     def batch(call: Call, count: int) -> float:
-        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record()
+        started = time.perf_counter()
         for _ in range(count):
-            call()
-        end.record()
-        end.synchronize()
-        return float(cupy.cuda.get_elapsed_time(begin, end)) / count
+            result = call()
+        for x in result if isinstance(result, (tuple, list)) else ():
+            getattr(x, "block_until_ready", lambda: None)()  # JAX has queues of its own
+        cupy.cuda.Device().synchronize()
+        return 1e3 * (time.perf_counter() - started) / count
 
     counts = {}
     for name, call in calls.items():
@@ -188,6 +204,25 @@ def rotate(calls: dict[str, Call], rounds: int) -> dict[str, float]:
         for name in random.sample(list(calls), len(calls)):
             times[name].append(batch(calls[name], counts[name]))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def cool(call: Call) -> float | None:
+    """Median milliseconds of single calls on a GPU that has rested, by events; None for what runs on streams of its own."""
+    import cupy
+
+    if isinstance(result := call(), (tuple, list)) and any(hasattr(x, "block_until_ready") for x in result):
+        return None
+    cupy.cuda.Device().synchronize()
+    time.sleep(0.15)
+    times = []
+    for _ in range(9):
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(float(cupy.cuda.get_elapsed_time(begin, end)))
+    return statistics.median(times[2:])
 
 
 def difference(found: Array, expected: Array) -> float:
@@ -203,8 +238,13 @@ def largest_difference(found: tuple[Array, ...], expected: tuple[Array, ...]) ->
     return max(difference(torch.from_dlpack(x), y) for x, y in zip(found, expected, strict=True))
 
 
-def peer_calls(backend: str, data: Data, causal: bool) -> tuple[Call, Call, Array, tuple[Array, ...]]:
-    """Forward, backward, output and gradients of one of PyTorch's attention backends."""
+def peer_calls(backend: str, data: Data, causal: bool) -> tuple[Call, Call | None, Array, tuple[Array, ...]]:
+    """Forward, backward, output and gradients of one of PyTorch's attention backends, or of FA3 or FA4."""
+    if backend in ("fa3", "fa4"):
+        import peers
+
+        made: tuple[Call, Call | None, Array, tuple[Array, ...]] = getattr(peers, backend)(data.tensors, causal)
+        return made
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -235,11 +275,12 @@ def measure_speed(
     peers: dict[str, str],
     exact: bool = False,
     backends: tuple[str | None, ...] = (None,),
+    cooled: bool = False,
 ) -> None:
     """Forward and backward of one shape: cuflash and `peers`, a system's name to the name of PyTorch's backend.
 
     With `exact`, the errors of all systems against float64 are kept; else cuflash's difference from the first peer.
-    cuflash is measured once with each of `backends`, None for the one that it chooses.
+    cuflash is measured once with each of `backends`, None for the one that it chooses; `cooled` adds single calls after a rest.
     """
     data = Data.make(shape, dtype, session.peers)
     q, k, v, _ = data.arrays
@@ -259,8 +300,9 @@ def measure_speed(
         for system, name in peers.items():
             with session.part(topic, system, **sizes):
                 forward, backward, peer_out, peer_grads = peer_calls(name, data, causal)
-                results["forward"][system], results["backward"][system] = (peer_out,), peer_grads
-                calls["forward"][system], calls["backward"][system] = forward, backward
+                results["forward"][system], calls["forward"][system] = (peer_out,), forward
+                if backward is not None:
+                    results["backward"][system], calls["backward"][system] = peer_grads, backward
                 first_peer = first_peer or system
     truth = exact_results(data, causal) if exact and session.peers else None
     for direction, systems in calls.items():
@@ -282,6 +324,7 @@ def measure_speed(
                 }
             for system, ms in rotate(systems, session.rounds).items():
                 is_own = system in names
+                rested = cool(systems[system]) if cooled else None
                 session.add(
                     topic,
                     "cuflash" if is_own else system,
@@ -290,6 +333,7 @@ def measure_speed(
                     **sizes,
                     ms=ms,
                     tflops=shape.operations(direction, causal) / ms / 1e9,
+                    cool_tflops=rested and shape.operations(direction, causal) / rested / 1e9,
                     error=errors.get(system),
                     against="float64" if truth else first_peer,
                 )
@@ -351,15 +395,35 @@ HOPPER_SHAPES = (
 
 
 def hopper(session: Session) -> None:
-    """Bfloat16 by wgmma and by mma.sync beside PyTorch's backends; grouped heads where heads_k is smaller."""
+    """Bfloat16 by wgmma beside every system that is there, sustained and cool; grouped heads where heads_k is smaller."""
+    peers = {"cudnn": "CUDNN_ATTENTION"}
+    if session.all_peers:
+        compile_fa4()
+        peers |= {"fa3": "fa3", "fa4": "fa4"}
+    started = time.perf_counter()
     for head_dim, head_dim_v, batch, heads_q, heads_k, seq in HOPPER_SHAPES:
         shape = Shape(batch, heads_q, heads_k, seq, seq, head_dim, head_dim_v)
         if session.quick and seq != 4096:
             continue
         for causal in (False, True):
             with session.part("hopper", "cuflash", dtype="bfloat16", **asdict(shape), causal=causal):
-                peers = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION"}
-                measure_speed(session, "hopper", shape, "bfloat16", causal, peers, backends=("wgmma", "mma"))
+                if time.perf_counter() - started > LIMIT_S:
+                    raise TimeoutError(f"left out: {LIMIT_S} s are over")
+                measure_speed(session, "hopper", shape, "bfloat16", causal, peers, backends=("wgmma",), cooled=True)
+
+
+def compile_fa4() -> None:
+    """In as many processes as there are kinds of calls; what fails here becomes a row later."""
+    kinds = {(d, dv, hq, hk, causal) for d, dv, _, hq, hk, _ in HOPPER_SHAPES for causal in (0, 1)}
+    command = [sys.executable, str(Path(__file__).with_name("peers.py"))]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    running = [subprocess.Popen([*command, *map(str, kind)], **quiet) for kind in sorted(kinds)]  # type: ignore[call-overload]
+    deadline = time.perf_counter() + 90
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(deadline - time.perf_counter(), 0.1))
+            continue
+        process.kill()
 
 
 def wide_types(session: Session) -> None:
@@ -689,6 +753,7 @@ SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[S
     "hopper": ((hopper,), ()),
     "sparse": ((sparse,), (sparse_processor,)),
     "packed": ((packed,), (packed_processor,)),
+    "decode": (bench_decode.SUITE, ()),
 }
 
 

@@ -46,15 +46,22 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every backend and dtype, aligned and not; all options together, and blocks that take turns, on the aligned ones."""
+    """Every backend and dtype, aligned and not; on the aligned ones all options together, turns, and statistics."""
+    from cuflash import decode_plan
     from cuflash.backends import BACKENDS
 
     for row in BACKENDS:
         for dtype in row.capabilities:
-            yield Case(row.name, dtype, 0, "plain")
-            yield Case(row.name, dtype, 1, "causal")
-            yield Case(row.name, dtype, 0, "everything")
-            yield Case(row.name, dtype, 0, "turns")
+            for options in ("plain", "everything", "turns"):
+                yield Case(row.name, dtype, 0, options)
+            if row.name == "wgmma":  # which takes aligned arrays, and has no statistics
+                yield Case(row.name, dtype, 0, "causal")
+            else:
+                yield Case(row.name, dtype, 1, "causal")
+                yield Case(row.name, dtype, 0, "statistics")
+    for backend, dtypes in (("mma", decode_plan.MMA_CAPABILITIES), ("simt", decode_plan.SIMT_CAPABILITIES)):
+        for dtype, pitch in product(dtypes, (0, 1)):
+            yield Case(backend, dtype, pitch, "decode")
 
 
 def run(case: Case) -> None:
@@ -76,10 +83,24 @@ def run(case: Case) -> None:
         host = rng.standard_normal((*shape[:-1], shape[-1] + case.pitch)).astype(dtype)
         return cupy.asarray(host.view(bits)).view(dtype)[..., : shape[-1]]
 
+    if case.options == "decode":
+        pool_k, pool_v, new_k, new_v = (
+            array(390, 2, 16, dim),
+            array(390, 2, 16, dim),
+            array(3, 2, 2, dim),
+            array(3, 2, 2, dim),
+        )
+        lengths = cupy.asarray(np.array([2000, 0, 1333], np.int32))
+        table = cupy.asarray(rng.permutation(390).reshape(3, 130).astype(np.int32))
+        given = {"page_table": table, "k_new": new_k, "v_new": new_v, "backend": case.backend}
+        out = cuflash.attention_decode(array(3, 4, 2, dim), pool_k, pool_v, lengths, **given)
+        cupy.cuda.Device().synchronize()
+        check_finite(case, {"out": out})
+        return
     q, dout = array(1, 4, seq_q, dim), array(1, 4, seq_q, dim)
     k, v = array(1, 2, seq_k, dim), array(1, 2, seq_k, dim)
     real = np.float64 if case.dtype == "float64" else np.float32
-    known = {"plain": {}, "causal": {"causal": True}, "turns": {"causal": True}}
+    known = {"plain": {}, "causal": {"causal": True}, "turns": {"causal": True}, "statistics": {"causal": True}}
     options: dict[str, Any] = known.get(case.options) or {
         "causal": True,
         "window": (100, 20),
@@ -95,13 +116,29 @@ def run(case: Case) -> None:
     }
     if case.options == "plain":
         options = {}
+    if case.backend == "wgmma":  # which leaves these to others
+        sparse = (cuflash.Documents, cuflash.BlockMask)
+        options["modifiers"] = tuple(m for m in options.get("modifiers", ()) if not isinstance(m, sparse))
     options["backend"] = case.backend
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
-    turns = case.options == "turns"
-    gradients = cuflash.attention_backward(dout, q, k, v, out, lse, deterministic=turns, **options)
+    if case.options == "statistics":
+        found = cuflash.attention_statistics(q, k, v, **options)._asdict()
+    else:
+        turns = case.options == "turns"
+        gradients = cuflash.attention_backward(dout, q, k, v, out, lse, deterministic=turns, **options)
+        found = {"out": out, **gradients._asdict()}
     cupy.cuda.Device().synchronize()
-    for name, x in {"out": out, **gradients._asdict()}.items():
-        if not np.isfinite(cupy.ascontiguousarray(x.view(bits)).get().view(dtype).astype(np.float64)).all():
+    check_finite(case, found)
+
+
+def check_finite(case: Case, results: dict[str, Any]) -> None:
+    """Exit unless all numbers of all results are finite."""
+    import cupy
+    import numpy as np
+
+    for name, x in results.items():
+        host = cupy.ascontiguousarray(x.view(f"u{x.dtype.itemsize}")).get().view(x.dtype)
+        if not np.isfinite(host.astype(np.float64)).all():
             raise SystemExit(f"{case.name}: {name} is not finite")
 
 

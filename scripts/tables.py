@@ -19,10 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package of this checkout
 
-from cuflash import backends
+from cuflash import backends, decode_plan
 from cuflash.cli import text
 from cuflash.errors import UnsupportedError
 from cuflash.problem import DTYPES, Problem
+from cuflash.schedules import decode as schedule
 
 Row = dict[str, Any]
 
@@ -168,7 +169,17 @@ def problem_of(dtype: str) -> Problem:
     return Problem(dtype, (1,), 8, 8, 1024, 1024, 64, 64, scale=0.125)
 
 
-PACKAGE: dict[str, Callable[[], str]] = {"support": support}
+def decode_support() -> str:
+    """What computes decode calls, by dtype and the lowest compute capability."""
+    lines = []
+    for name, needed in (("mma", decode_plan.MMA_CAPABILITIES), ("simt", decode_plan.SIMT_CAPABILITIES)):
+        cells = [f"sm_{needed[dtype]} and later" if dtype in needed else "-" for dtype in DTYPES]
+        lines.append((f"`{name}`", *cells, f"{schedule.MAX_HEAD_DIM}"))
+    lines.append(("`numpy`", *["the host"] * len(DTYPES), "any"))
+    return markdown(("decode", *DTYPES, "largest head size"), lines, left=6)
+
+
+PACKAGE: dict[str, Callable[[], str]] = {"support": support, "decode": decode_support}
 
 
 # ---- printed from results --------------------------------------------------------------------------------------------
@@ -302,7 +313,27 @@ def packed(rows: list[Row]) -> str:
     return markdown(header, lines, left=4)
 
 
+def decode(rows: list[Row]) -> str:
+    """GB/s of keys and values, on the GPU and of single calls, beside a kernel that only reads."""
+    keys = ("batch", "heads_q", "heads_k", "seq_k", "cache")
+    groups, systems = grouped(rows, keys), [s for s in systems_of(rows) if s != "read"]
+    ceilings = {tuple(row[key] for key in keys[:-1]): row for row in rows if row["system"] == "read"}
+    lines = []
+    for values, by_system in groups.items():
+        batch, heads_q, heads_k, seq_k, cache = values
+        read = ceilings.get(values[:-1])
+        rates = [f"{by_system[s]['gbps']:.0f}" if s in by_system else "-" for s in systems]
+        singles = [f"{by_system[s]['gbps_single']:.0f}" if s in by_system else "-" for s in systems]
+        ceiling = f"{read['gbps']:.0f}" if read else "-"
+        if any(s in by_system for s in systems):
+            lines.append((f"{batch} x {heads_q}/{heads_k} x {seq_k}", cache, *rates, ceiling, *singles))
+    names = [SYSTEMS.get(system, system) for system in systems]
+    header = ("batch x heads x keys", "cache", *(f"{n}, GPU" for n in names), "reading alone")
+    return markdown((*header, *(f"{n}, single calls" for n in names)), lines, left=2)
+
+
 TOPICS: dict[str, Callable[[list[Row]], str]] = {
+    "decode": decode,
     "speed": speed,
     "precision": precision,
     "memory": memory,

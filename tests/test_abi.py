@@ -26,14 +26,16 @@ typedef {real} Real;
 """
 
 records = pytest.mark.parametrize("accumulator", ["float32", "float64"])
-directions = pytest.mark.parametrize("direction", ["forward", "backward"])
+directions = pytest.mark.parametrize("direction", ["forward", "backward", "decode"])
 chains = pytest.mark.parametrize("chain", CHAINS)
 MAPS = ("q", "k", "v", "out")
 
 
-def header(direction: str, chain: tuple[str, ...], accumulator: str, maps: tuple[str, ...] = ()) -> str:
+def header(
+    direction: str, chain: tuple[str, ...], accumulator: str, maps: tuple[str, ...] = (), statistics: bool = False
+) -> str:
     real = {"float32": "float", "float64": "double"}[accumulator]
-    return TYPES.replace("{real}", real) + abi.c_struct(direction, chain, maps)
+    return TYPES.replace("{real}", real) + abi.c_struct(direction, chain, maps, statistics)
 
 
 def members(dtype: np.dtype, prefix: str = "", offset: int = 0) -> list[tuple[str, int, np.dtype]]:
@@ -58,16 +60,31 @@ def members(dtype: np.dtype, prefix: str = "", offset: int = 0) -> list[tuple[st
 @pytest.mark.parametrize("maps", [(), MAPS, ("k",)], ids=lambda maps: "-".join(maps) or "no maps")
 def test_kernel_reads_what_python_packs(chain, direction, accumulator, maps):
     """A kernel that echoes every number of a record whose numbers are all different."""
-    if maps and accumulator == "float64":
-        return  # arrays with maps are of 16 bits
-    dtype = abi.record(direction, CHAINS[chain], accumulator, maps)
+    if maps and (accumulator == "float64" or direction == "decode"):
+        return  # arrays with maps are of 16 bits, and decode kernels have none
+    check_echo(direction, CHAINS[chain], accumulator, maps, False)
+
+
+@records
+@pytest.mark.parametrize("chain", ["none", "softcap-lengths", "all"])
+def test_kernel_reads_the_views_of_statistics(chain, accumulator):
+    """They lie behind all else: a kernel without them takes the front of the same record."""
+    check_echo("forward", CHAINS[chain], accumulator, (), True)
+    whole, plain = (abi.record("forward", CHAINS[chain], accumulator, (), flag) for flag in (True, False))
+    assert whole.names == (*plain.names, *abi.STATISTICS)
+    assert all(whole.fields[name] == plain.fields[name] for name in plain.names)
+    assert whole.itemsize >= plain.itemsize
+
+
+def check_echo(direction, chain, accumulator, maps, statistics):
+    dtype = abi.record(direction, chain, accumulator, maps, statistics)
     numbers = members(dtype)
     assert len({at for _, at, _ in numbers}) == len(numbers)
     lines = [
         f"  x[{i}] = double({'u64(p.' + name + ')' if kind == np.uint64 else 'p.' + name});"
         for i, (name, _, kind) in enumerate(numbers)
     ]
-    text = header(direction, CHAINS[chain], accumulator, maps) + (
+    text = header(direction, chain, accumulator, maps, statistics) + (
         '\nextern "C" __global__ void echo(const Params p, double* x) {\n'
         + "\n".join(lines)
         + f"\n  x[{len(numbers)}] = sizeof(Params);\n}}\n"
@@ -93,8 +110,8 @@ def test_a_record_of_another_size_is_refused():
 @chains
 @pytest.mark.parametrize("maps", [(), MAPS], ids=["no maps", "maps"])
 def test_cuda_compiler_agrees(chain, direction, accumulator, maps):
-    if maps and accumulator == "float64":
-        return  # arrays with maps are of 16 bits
+    if maps and (accumulator == "float64" or direction == "decode"):
+        return  # arrays with maps are of 16 bits, and decode kernels have none
     dtype = abi.record(direction, CHAINS[chain], accumulator, maps)
     asserts = [f'static_assert(__builtin_offsetof(Params, {n}) == {at}, "{n}");' for n, at, _ in members(dtype)]
     asserts.append(f'static_assert(sizeof(Params) == {dtype.itemsize}, "size");')

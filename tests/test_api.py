@@ -173,9 +173,9 @@ def test_vjp_keeps_only_out_and_lse(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     forward = numpy_backend.forward
 
-    def watched(call: Any, out: Any = None) -> Any:
+    def watched(call: Any, out: Any = None, **options: Any) -> Any:
         made.append(weakref.ref(call))
-        return forward(call, out)
+        return forward(call, out, **options)
 
     monkeypatch.setattr(numpy_backend, "forward", watched)
     _, vjp = cuflash.attention_vjp(**inputs())
@@ -265,7 +265,13 @@ def test_an_explanation_prints_what_it_has() -> None:
     ]
 
 
-CALLS = [cuflash.attention, cuflash.attention_backward, cuflash.attention_vjp, cuflash.explain]
+CALLS = [
+    cuflash.attention,
+    cuflash.attention_backward,
+    cuflash.attention_statistics,
+    cuflash.attention_vjp,
+    cuflash.explain,
+]
 OPTIONS = ["scale", "causal", "window", "mask", "bias", "softcap", "modifiers", "layout", "backend"]
 
 

@@ -32,6 +32,7 @@ def on_cpu(monkeypatch):
         monkeypatch.setattr(module, "this_machine", lambda: bare)
     monkeypatch.setattr("cuflash.cli.info.this_machine", lambda: bare)
     monkeypatch.setattr("cuflash.cli.explain.this_machine", lambda: bare)
+    monkeypatch.setattr("cuflash.cli.weights.this_machine", lambda: bare)
     monkeypatch.setattr(selfcheck, "ON_CPU", SMALL)
     monkeypatch.setattr(bench, "ON_CPU", (SMALL.times,))
 
@@ -233,6 +234,62 @@ def test_explain_says_why_no_backend_takes_a_call(capsys):
     code, _, err = run(capsys, "explain", "1,1,1,8,8,8", "--capability", "42")
     assert code == 2
     assert "capability=42" in err
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_weights_of_random_arrays(capsys):
+    code, out, _ = run(capsys, "weights", "2,3,1,20,30,8", "--causal", "--entry", "1", "--window", "9", "none")
+    assert code == 0
+    q, k, _, _ = parse("2,3,1,20,30,8").arrays("float32")
+    want = cuflash.attention_statistics(q[1], k[1], k[1], causal=True, window=(9, None))
+    lines = [line.split() for line in out.splitlines() if line[:1].isdigit()]
+    assert len(lines) == 3
+    for head, (name, largest, entropy, least, most, favourite, share) in enumerate(lines):
+        assert name == f"{head}"
+        assert float(largest) == pytest.approx(want.maximum[head].max(), rel=1e-3)
+        figures = want.entropy[head]
+        assert [float(x) for x in (entropy, least, most)] == pytest.approx(
+            [figures.mean(), figures.min(), figures.max()], abs=1e-3
+        )
+        assert int(favourite) == want.column_sums[head].argmax()
+        assert share == f"{want.column_sums[head].max() / 20:.1%}"
+    assert "all 30 keys alike have 3.401" in out
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_files_are_drawn(capsys, tmp_path, dtype):
+    pytest.importorskip("matplotlib", reason="matplotlib is an optional extra")
+    q, k, _, _ = parse("1,2,2,9,11,8").arrays(dtype)
+    files = [str(tmp_path / f"{name}.npy") for name in "qk"]
+    for file, x in zip(files, (q, k), strict=True):
+        np.save(file, x)
+    picture = tmp_path / "weights.png"
+    code, out, err = run(capsys, "weights", "--arrays", *files, "--rows", "0", "-1", "--plot", str(picture))
+    assert (code, err) == (0, f"drawn into {picture}\n")
+    assert f"{files[0]} and {files[1]}, {dtype}" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert run(capsys, "weights", "1,1,1,5,5,4", "--plot", str(picture))[0] == 0
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_weights_refuses_what_it_cannot_read(capsys, tmp_path):
+    file = tmp_path / "text.npy"
+    file.write_text("no array")
+    flat = tmp_path / "flat.npy"
+    np.save(flat, np.zeros((3, 4), np.float32))
+    for arguments, message in (
+        ((), "give either a shape, for random arrays, or --arrays"),
+        (("1,1,1,2,2,4", "--arrays", "q.npy", "k.npy"), "give either a shape"),
+        (("--arrays", str(file), str(file)), "text.npy"),
+        (("--arrays", str(flat), str(flat)), "(..., heads, seq, head_dim) is needed"),
+        (("--arrays", str(tmp_path / "none.npy"), str(file)), "none.npy"),
+        (("2,1,1,2,2,4", "--entry", "2"), "--entry 2: the batch has 2 entries"),
+        (("1,1,1,2,2,4", "--rows", "5", "--plot", "x.png"), "rows contains 5"),
+    ):
+        code, _, err = run(capsys, "weights", *arguments)
+        assert code == 2
+        assert message in err
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -21,12 +21,13 @@ from pathlib import Path
 import pytest
 
 from cuflash import jit, source
+from cuflash.abi import STATISTICS
 from cuflash.errors import UnsupportedError
 from cuflash.schedules import wgmma
 from cuflash.variant import Variant
 from tests import nvrtc
 from tests.cases import DTYPES
-from tests.variants import ARCHS, HEAD_SIZES, LENGTH, OPTIONS, TOGETHER, Entry
+from tests.variants import ARCHS, HEAD_SIZES, LENGTH, OPTIONS, TOGETHER, Entry, decode_variants
 
 FULL = os.environ.get("CUFLASH_FULL_MATRIX") == "1"
 
@@ -43,12 +44,13 @@ REFUSED = {
 
 HALVES = ("float16", "bfloat16")
 HOPPER_SIZES = (*(sizes for sizes in HEAD_SIZES if max(sizes) <= wgmma.MAX_HEAD_DIM), (192, 192))
-LONG = 5000  # queries: longer calls have other tiles
+#: queries and keys of calls that have tiles of their own
+SHORT, MEDIUM, LONG = (LENGTH, LENGTH), (300, LENGTH), (300, 16384)
 
 
-def hopper(dtype: str, sizes: tuple[int, int], option: str, seq_q: int = LENGTH) -> Entry:
+def hopper(dtype: str, sizes: tuple[int, int], option: str, lengths: tuple[int, int] = MEDIUM) -> Entry:
     """A call that asks for Hopper's own kernels."""
-    return Entry(90, dtype, *sizes, option, seq_q=seq_q, backend="wgmma")
+    return Entry(90, dtype, *sizes, option, seq_q=lengths[0], seq_k=lengths[1], backend="wgmma")
 
 
 def entries() -> Iterator[Entry]:
@@ -59,9 +61,10 @@ def entries() -> Iterator[Entry]:
                 yield Entry(arch, dtype, *sizes, option, aligned)
                 yield Entry(arch, dtype, *sizes, option, aligned, seq_q=1)
                 yield Entry(arch, dtype, *sizes, option, aligned, deterministic=True)
+                yield Entry(arch, dtype, *sizes, option, aligned, statistics=STATISTICS)
         for dtype, sizes, option in product(HALVES, HOPPER_SIZES, (*OPTIONS, *TOGETHER)):
-            yield hopper(dtype, sizes, option)
-            yield hopper(dtype, sizes, option, seq_q=LONG)
+            for lengths in (SHORT, MEDIUM, LONG):
+                yield hopper(dtype, sizes, option, lengths)
         return
     for (arch, dtype), sizes in product(((90, "bfloat16"), (75, "float16")), HEAD_SIZES):
         for option in ("plain", "causal", "everything"):
@@ -108,6 +111,13 @@ def entries() -> Iterator[Entry]:
         yield Entry(arch, dtype, size, size, "packed-causal", deterministic=True)
     for arch, dtype in ((75, "float16"), (80, "bfloat16"), (90, "float32")):
         yield Entry(arch, dtype, 128, 128, "packed-everything", aligned=False, deterministic=True)
+    for (arch, dtype), size in product(((90, "bfloat16"), (75, "float16")), (16, 64, 80, 128, 256, 512)):
+        for option in ("causal", "everything"):
+            yield Entry(arch, dtype, size, size, option, statistics=STATISTICS)
+    for arch, dtype, size in product((75, 90), ("float32", "float64"), (64, 128)):
+        yield Entry(arch, dtype, size, size, "everything", statistics=STATISTICS)
+    for name, option in product(STATISTICS, ("plain", "sparse-everything")):
+        yield Entry(80, "bfloat16", 128, 128, option, aligned=option == "plain", statistics=(name,))
     # What takes the most registers of each tile; what many modifiers take is much the same for all head sizes.
     for sizes, option in product(HOPPER_SIZES, ("plain", "causal")):
         yield hopper("bfloat16", sizes, option)
@@ -115,10 +125,12 @@ def entries() -> Iterator[Entry]:
         yield hopper("bfloat16", sizes, option)
     for sizes in ((64, 64), (128, 128), (192, 192), (256, 256)):
         yield hopper("bfloat16", sizes, "everything")
-    for sizes, option in product(((64, 64), (16, 16)), ("plain", "causal", "ranges")):
-        yield hopper("bfloat16", sizes, option, seq_q=LONG)
-    for sizes, seq_q in (((64, 64), LENGTH), ((64, 64), LONG), ((128, 128), LENGTH), ((256, 256), LENGTH)):
-        yield hopper("float16", sizes, "causal", seq_q=seq_q)
+    for sizes, option in product(((16, 16), (64, 64), (72, 72), (128, 128)), ("plain", "causal", "ranges")):
+        yield hopper("bfloat16", sizes, option, LONG)
+    for option in ("plain", "ranges"):
+        yield hopper("bfloat16", (64, 64), option, SHORT)
+    for size, lengths in ((64, MEDIUM), (64, LONG), (128, MEDIUM), (128, LONG), (256, MEDIUM)):
+        yield hopper("float16", (size, size), "causal", lengths)
     for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)):
         yield replace(hopper("bfloat16", sizes, "causal"), deterministic=True)
 
@@ -142,7 +154,43 @@ def matrix() -> list:
     ]
 
 
-@pytest.mark.parametrize(("arch", "variant"), matrix())
+def decode_entries() -> Iterator[tuple[int, Variant]]:
+    """The decode kernels: with pages and new keys, and without, in narrow tiles and full ones."""
+    wide = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+    sizes = HEAD_SIZES[:-1] if FULL else wide
+    for arch, size, rows, both in product((80, 90, 100, 120), sizes, (4, 16), (False, True)):
+        options = (
+            ("plain", "causal", "softcap", "alibi", "everything") if FULL else ("everything" if both else "plain",)
+        )
+        if arch > 90 and not (both or FULL):
+            continue  # what takes the most registers
+        for option in options:
+            found = decode_variants(arch, "bfloat16", *size, option, rows=rows, paged=both, appends=both)
+            yield from ((arch, variant) for variant in found)
+    for size, rows, both in product(((64, 64), (40, 72), (256, 256)), (4, 16), (False, True)):
+        kinds = {"rows": rows, "paged": both, "appends": both, "aligned": False}
+        yield from ((80, v) for v in decode_variants(80, "float16", *size, "everything", **kinds))
+    for size, rows in product(((16, 16), (128, 128)), (4, 16)):
+        for option in ("causal", "alibi"):
+            yield from ((90, v) for v in decode_variants(90, "float16", *size, option, rows=rows))
+    for (arch, dtype), size, rows in product(
+        ((75, "float16"), (75, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64"), (120, "float64")),
+        ((64, 64), (256, 256)),
+        (1, 4, 16),
+    ):
+        kinds = {"rows": rows, "paged": rows > 1, "appends": rows > 1, "aligned": rows < 16}
+        yield from ((arch, v) for v in decode_variants(arch, dtype, *size, "everything", **kinds))
+
+
+def decode_matrix() -> list:
+    """Each different kernel once."""
+    return [
+        pytest.param(arch, variant, id=f"sm_{arch}-{variant.entry}-rows{variant.config.rows}-{i}")
+        for i, (arch, variant) in enumerate(dict.fromkeys(decode_entries()))
+    ]
+
+
+@pytest.mark.parametrize(("arch", "variant"), [*matrix(), *decode_matrix()])
 def test_compiles_well(arch, variant):
     report = nvrtc.compile_variant(variant, arch)
     assert report.clean, f"{variant} on sm_{arch}: {report}"
@@ -169,7 +217,7 @@ def test_heads_that_no_tile_fits(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("arch", [80])
 def test_shared_memory_that_differs_does_not_compile(arch, dtype, monkeypatch):
-    for variant in Entry(arch, dtype, 64, 64).variants():
+    for variant in (*Entry(arch, dtype, 64, 64).variants(), *decode_variants(arch, dtype, 64, 64)):
         wrong = replace_constant(source.build(variant), "kSharedBytes", variant.constants()["kSharedBytes"] + 16)
         with pytest.raises(nvrtc.CompilationError, match="disagrees"):
             nvrtc.compile_source(wrong, arch)

@@ -15,7 +15,7 @@ from cuflash.place import Placed, merged_batch, placed
 from cuflash.problem import MAX_SEQ, Call, describe
 from tests.cases import DTYPES, STRIDES
 
-DEVICE = described_device(90)
+DEVICE = described_device(100)
 
 
 def call_of(shape_q=(2, 4, 33, 64), seq_k=45, heads_k=2, dtype="float16", head_dim_v=None, **options) -> Call:
@@ -289,7 +289,8 @@ def test_lengths_do_not_change_the_variant(option, dtype, arch):
                 options["bias"] = options["bias"].astype(DTYPES[dtype])
             call = call_of((2, 4, seq_q, 64), seq_k=seq_k, dtype=dtype, **options)
             variants.add(tuple(s.variant for s in (*forward(call, device).steps, *backward(call, device).steps)))
-        assert len(variants) == 1
+        # Hopper's forward has one tile for few queries, and others for few keys and for many
+        assert len(variants) <= (3 if arch == 90 else 1)
 
 
 def test_batch_heads_and_numbers_do_not_change_the_variant():

@@ -9,7 +9,7 @@ from cuflash import source
 from cuflash.modifiers import REGISTRY
 from cuflash.variant import Variant
 from tests import nvrtc
-from tests.variants import Entry
+from tests.variants import Entry, decode_variants
 
 KERNELS = resources.files("cuflash").joinpath("kernels")
 PATHS = sorted(
@@ -28,6 +28,8 @@ def variants() -> list[Variant]:
     found = {}
     for dtype in ("bfloat16", "float32"):
         for variant in Entry(80, dtype, 64, 64, "everything").variants():
+            found[variant.kernel, dtype] = variant
+        for variant in decode_variants(80, dtype, 64, 64, "everything"):
             found[variant.kernel, dtype] = variant
     return list(found.values())
 
@@ -88,7 +90,7 @@ def test_a_text_depends_on_the_variant_alone():
 # ---- names -----------------------------------------------------------------------------------------------------------
 @each_variant
 def test_names_read_well_in_a_profiler(variant):
-    assert re.fullmatch(r"cuflash_(forward|backward)_[a-z0-9_]+", variant.entry)
+    assert re.fullmatch(r"cuflash_(forward|backward|decode)_[a-z0-9_]+", variant.entry)
     assert variant.kernel in variant.entry
     for name in variant.modifiers:
         assert name in variant.entry.split("_")

@@ -83,6 +83,24 @@ class Expectation:
             ratios.append(assert_close(lse[..., None], want, plain, "lse", self.floors["lse"]))
         return max(ratios)
 
+    def check_statistics(self, found):
+        """Check statistics by name; returns the largest error in units of what is allowed."""
+        want, plain = reference.statistics(self.call), plain_statistics(self.call)
+        allowed = statistics_floors(self.call, self.floors["lse"])
+        empty = ~self.seen.any(axis=-1)
+        ratios = [0.0]
+        for name, got in found.items():
+            assert got.dtype == self.call.problem.accumulator, f"{name} has dtype {got.dtype}"
+            if name == "maximum":
+                assert np.isneginf(got[empty]).all(), f"maximum of rows that see no key is {got[empty]}: must be -inf"
+            else:
+                assert_zero(got, empty if name == "entropy" else ~self.seen.any(axis=-2), name)
+            if name == "entropy":
+                assert not (got < 0).any(), f"an entropy is {got.min()}: must not be negative"
+            matrices = (x[..., None] for x in (got, want[name], plain[name]))
+            ratios.append(assert_close(*matrices, name, allowed[name]))
+        return max(ratios)
+
     def check_backward(self, gradients):
         """Check a `Gradients`; returns the largest error in units of what is allowed."""
         want = reference.backward(self.call, self.dout, self.dlse)
@@ -146,6 +164,45 @@ def plain_attention(call, dout=None, dlse=None):
         result["dk"] = sum_groups(dk, problem.group).astype(dtype)
         result["dv"] = sum_groups(stored(p).swapaxes(-1, -2) @ g, problem.group).astype(dtype)
         return result
+
+
+def plain_statistics(call):
+    """Statistics of dense attention in the accumulator's dtype, by name."""
+    problem = call.problem
+    accumulator = np.dtype(problem.accumulator)
+    with np.errstate(all="ignore"):
+        seen = reference.visible(call)
+        q, k = call.q.astype(accumulator), call.k.astype(accumulator).repeat(problem.group, axis=-3)
+        tile = Tile(problem, call.operands, slice(0, problem.seq_q), slice(0, problem.seq_k))
+        s = (q @ transpose(k)) * accumulator.type(problem.scale)
+        for modifier in problem.modifiers:
+            if modifier.kind == "score":
+                s = modifier.apply(s, tile)
+        s = np.where(seen, s, -np.inf)
+        m = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        e = np.exp(s - np.where(np.isneginf(m), 0, m))
+        total = e.sum(axis=-1, keepdims=True)
+        p = np.where(seen, e / np.where(total == 0, 1, total), 0)
+        terms = np.where(p == 0, 0, p * np.log(np.where(p == 0, 1, p)))
+    return {
+        "maximum": np.where(np.isnan(total), np.nan, m)[..., 0].astype(accumulator),
+        "entropy": -terms.sum(axis=-1),
+        "column_sums": p.sum(axis=-2),
+    }
+
+
+def statistics_floors(call, relative):
+    """What is allowed on top; `relative` is the error that a score is known to, which is a relative one of its weight."""
+    problem = call.problem
+    with np.errstate(all="ignore"):
+        sums = np.nan_to_num(reference.weights(call)).sum(axis=-2).max(axis=-1, initial=0)
+    # With weights that are off by a relative r entropies change by r · Σ p·|log p + H|, at most r times twice the largest one.
+    # A sum of as many terms as there are queries is off by a unit for the root of their number.  The kernels' sums are relative to a maximum that may lag behind by 8 powers of two.
+    return {
+        "maximum": relative,
+        "entropy": relative * (8 + 2 * np.log(max(problem.seq_k, 1))),
+        "column_sums": (relative + epsilon(np.dtype(problem.accumulator)) * np.sqrt(problem.seq_q)) * sums,
+    }
 
 
 def floors(call, dout=None):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuflash import plan
+from cuflash import decode_plan, decode_problem, plan
+from cuflash.api import statistics_shapes
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Packed
@@ -40,34 +41,42 @@ class Entry:
     options: str = "plain"
     aligned: bool = True
     seq_q: int = LENGTH
+    seq_k: int = LENGTH
     deterministic: bool = False
-    backend: str | None = None
+    backend: str | None = None  # those of every device, unless another is asked for
+    statistics: tuple[str, ...] = ()  # these of the forward; the backward is left out
 
     def variants(self) -> Iterator[Variant]:
         """The kernels of its forward and backward."""
-        keywords = options(self.options, DTYPES[self.dtype], self.seq_q)
+        keywords = options(self.options, DTYPES[self.dtype], self.seq_q, self.seq_k)
         if "packed" in keywords:
             keywords["layout"] = "bshd"
         q, k, v, out = (
             self.place((n, HEADS, d) if "packed" in keywords else (1, HEADS, n, d))
             for n, d in (
                 (self.seq_q, self.head_dim),
-                (LENGTH, self.head_dim),
-                (LENGTH, self.head_dim_v),
+                (self.seq_k, self.head_dim),
+                (self.seq_k, self.head_dim_v),
                 (self.seq_q, self.head_dim_v),
             )
         )
         call = describe(q, k, v, **keywords)
         q, k, v, out = call.q, call.k, call.v, canonical(out, call.problem.layout)
         problem, device = call.problem, described_device(self.arch)
+        requested = self.backend or ("mma" if DTYPES[self.dtype].itemsize == 2 else "simt")
         lse = np.zeros(problem.lse_shape, problem.accumulator)
         sums = {f"d{n}": np.zeros(x.shape, problem.accumulator) for n, x in call.operands.items() if n == "bias"}
-        forward = plan.forward_arrays(call, out, lse)
+        shapes = statistics_shapes(problem)
+        statistics = {name: np.zeros(shapes[name], problem.accumulator) for name in self.statistics}
+        forward = plan.forward_arrays(call, out, lse, **statistics)
         backward = plan.backward_arrays(call, out=out, lse=lse, dout=out, dq=q, dk=k, dv=v, **sums)
         forward, backward = (plan.places_of(problem, arrays) for arrays in (forward, backward))
-        steps = plan.plan_forward(problem, device, forward, self.backend).steps
+        steps = plan.plan_forward(problem, device, forward, requested).steps
+        if self.statistics:
+            yield from (step.variant for step in steps)
+            return
         try:
-            steps += plan.plan_backward(problem, device, backward, self.deterministic, self.backend).steps
+            steps += plan.plan_backward(problem, device, backward, self.deterministic, requested).steps
         except UnsupportedError:
             if self.backend != "wgmma":  # whose backward leaves some modifiers to mma
                 raise
@@ -85,26 +94,64 @@ class Entry:
         return raw[start:][: int(np.prod(shape))].reshape(shape)
 
 
-def options(name: str, dtype: np.dtype, seq_q: int) -> dict:
+def options(name: str, dtype: np.dtype, seq_q: int, seq_k: int = LENGTH) -> dict:
     """Keywords of a call by name."""
     statistics = np.float64 if dtype == np.float64 else np.float32
     single = {
         "plain": {},
         "causal": {"causal": True},
-        "window": {"window": (5, 3)},
+        "window": {"window": (9000, 3)},
         "softcap": {"softcap": 2.0},
-        "bias": {"bias": np.ones((1, HEADS, seq_q, LENGTH), dtype)},
-        "mask": {"mask": np.ones((seq_q, LENGTH), bool)},
+        "bias": {"bias": np.ones((1, HEADS, seq_q, seq_k), dtype)},
+        "mask": {"mask": np.ones((seq_q, seq_k), bool)},
         "alibi": {"modifiers": (ALiBi(np.ones(HEADS, statistics)),)},
         "lengths": {"modifiers": (KeyLengths(np.ones(1, np.int32)),)},
-        "documents": {"modifiers": (Documents(np.ones(seq_q, np.int32), np.ones(LENGTH, np.int32)),)},
-        "blocks": {"modifiers": (BlockMask(np.ones((-(-seq_q // 16), LENGTH // 16), bool), 16),)},
+        "documents": {"modifiers": (Documents(np.ones(seq_q, np.int32), np.ones(seq_k, np.int32)),)},
+        "blocks": {"modifiers": (BlockMask(np.ones((-(-seq_q // 16), seq_k // 16), bool), 16),)},
         "negative-scale": {"scale": -1.0},
-        "packed": {"packed": Packed(np.array([0, seq_q], np.int32), np.array([0, LENGTH], np.int32), 1)},
+        "packed": {"packed": Packed(np.array([0, seq_q], np.int32), np.array([0, seq_k], np.int32), 1)},
     }
     parts = [single[part] for part in TOGETHER.get(name, (name,))]
     modifiers = tuple(m for part in parts for m in part.get("modifiers", ()))
     return {**{key: x for part in parts for key, x in part.items()}, "modifiers": modifiers}
+
+
+def decode_variants(
+    arch: int,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    name: str = "plain",
+    *,
+    rows: int = 4,
+    paged: bool = False,
+    appends: bool = False,
+    aligned: bool = True,
+    backend: str | None = None,
+) -> Iterator[Variant]:
+    """The kernel of a decode call with so many packed rows of queries, of the options that it takes."""
+    entry = Entry(arch, dtype, head_dim, head_dim_v, aligned=aligned)
+    heads_k, capacity = HEADS, 64
+    chosen = {key: x for key, x in options(name, DTYPES[dtype], 1).items() if key not in ("bias", "mask")}
+    slopes = np.ones(heads_k * rows, np.float64 if dtype == "float64" else np.float32)
+    chosen["modifiers"] = (ALiBi(slopes),) if any(isinstance(m, ALiBi) for m in chosen["modifiers"]) else ()
+    keys = (5, heads_k, 16) if paged else (2, heads_k, capacity)
+    arrays = {
+        "q": entry.place((2, heads_k * rows, 1, head_dim)),
+        "k_cache": entry.place((*keys, head_dim)),
+        "v_cache": entry.place((*keys, head_dim_v)),
+    }
+    if appends:
+        new = {"k_new": (2, heads_k, 1, head_dim), "v_new": (2, heads_k, 1, head_dim_v)}
+        arrays |= {key: entry.place(shape) for key, shape in new.items()}
+    table = np.zeros((2, capacity // 16), np.int32) if paged else None
+    given = dict.fromkeys(("scale", "window", "softcap")) | {"causal": False, "layout": "bhsd"} | chosen
+    call = decode_problem.describe(arrays, np.zeros(2, np.int32), table, **given)
+    out = entry.place((2, heads_k * rows, 1, head_dim_v))
+    lse = np.zeros(call.problem.lse_shape, call.problem.accumulator)
+    places = decode_plan.places_of(call, decode_plan.decode_arrays(call, out, lse))
+    for step in decode_plan.plan_decode(call.decode, described_device(arch), places, backend).steps:
+        yield step.variant
 
 
 RANGES = ("causal", "window", "lengths")

@@ -1,4 +1,4 @@
-"""The command line: ``python -m cuflash [selfcheck | info | bench | explain]``; without a command, the self-check.
+"""The command line: ``python -m cuflash [selfcheck | info | bench | explain | weights]``; without a command, the self-check.
 
 Exit codes: 0 all is well, 1 the self-check found something beyond tolerance, 2 the command cannot be carried out.
 """
@@ -21,6 +21,7 @@ COMMANDS = {
     "info": "versions, GPUs, backends and where compiled kernels are kept",
     "bench": "time chosen shapes, dtypes and directions",
     "explain": "which backend, tile and resources a call gets, and why not the others",
+    "weights": "how attention spreads over the keys: largest scores, entropies, favourite keys, and a picture",
 }
 
 
@@ -87,21 +88,42 @@ def parser() -> argparse.ArgumentParser:
     explain = made["explain"]
     explain.add_argument("shape", type=parse, metavar="B,HQ,HK,SQ,SK,D[,DV]", help="sizes, as in bench")
     explain.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    alignments = ("bottom_right", "top_left")
-    explain.add_argument("--causal", nargs="?", const=True, default=False, choices=alignments, help="which diagonal")
-    explain.add_argument(
-        "--window", type=bound, nargs=2, metavar=("LEFT", "RIGHT"), help="inclusive distances, or none"
-    )
-    explain.add_argument("--softcap", type=float, help="bound of the scores")
-    explain.add_argument("--backend", choices=BACKENDS, help="insist on one (default: cuflash chooses)")
+    add_options(explain)
     explain.add_argument(
         "--capability",
         type=int,
         metavar="CC",
         help="explain for a GPU of this compute capability (90 for 9.0), which need not be there",
     )
-    explain.add_argument("--scale", type=float, help="default: 1/sqrt(head_dim)")
+
+    weights = made["weights"]
+    weights.add_argument(
+        "shape", type=parse, nargs="?", metavar="B,HQ,HK,SQ,SK,D", help="sizes of random arrays, as in bench"
+    )
+    weights.add_argument(
+        "--arrays",
+        nargs=2,
+        metavar=("Q.npy", "K.npy"),
+        help="your own, (..., heads, seq, head_dim), in place of a shape",
+    )
+    weights.add_argument("--dtype", choices=DTYPES, default="float32", help="of random arrays (default: float32)")
+    add_options(weights)
+    weights.add_argument("--entry", type=int, default=0, help="which entry of the batch (default: 0)")
+    weights.add_argument("--rows", type=int, nargs="+", help="queries to draw, -1 is the last (default: some of all)")
+    weights.add_argument("--plot", metavar="FILE.png", help="draw them (needs matplotlib: pip install 'cuflash[plot]')")
     return top
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """The options of a call that fit on a line."""
+    alignments = ("bottom_right", "top_left")
+    command.add_argument("--causal", nargs="?", const=True, default=False, choices=alignments, help="which diagonal")
+    command.add_argument(
+        "--window", type=bound, nargs=2, metavar=("LEFT", "RIGHT"), help="inclusive distances, or none"
+    )
+    command.add_argument("--softcap", type=float, help="bound of the scores")
+    command.add_argument("--scale", type=float, help="default: 1/sqrt(head_dim)")
+    command.add_argument("--backend", choices=BACKENDS, help="insist on one (default: cuflash chooses)")
 
 
 def bound(word: str) -> int | None:

@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   const int warp_row = int(threadIdx.x) / 32 * kWarpRows;
   const ScoreFragment s_at(warp_row, 0);
-  OnlineSoftmax<ScoreFragment> softmax;
+  OnlineSoftmax<ScoreFragment, Config::kMaximum, Config::kEntropy> softmax;
   float o[OutFragment::kSize];
   clear(o);
   OperandA<Config::kHeadDim, ScoreFragment> q_operand;  // used where kQInRegisters
@@ -159,5 +159,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const Matrix<Element> out = matrix<Element>(p.out, done.place.offset(p.out) + done.columns.begin * p.out.column);
   store_tile<Config::kThreads, Config::kChunk>(out_tile, out, done.queries.begin, done.queries,
                                                done.columns.end - done.columns.begin, p.out_vectors);
-  if (done.columns.begin == 0) store_lse(softmax, s_at, p, done.place, done.queries);
+  if (done.columns.begin == 0) {
+    store_lse(softmax, s_at, p, done.place, done.queries);
+    store_statistics<Config::kMaximum, Config::kEntropy>(softmax, s_at, p, done.place, done.queries);
+  }
 }

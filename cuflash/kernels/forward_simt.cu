@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const int warp = int(threadIdx.x) / 32;
   const Products products(warp, shared);
   const Range warp_queries{queries.begin + warp * Products::kRows, queries.begin + (warp + 1) * Products::kRows};
-  OnlineSoftmax<ScoreFragment> softmax;
+  OnlineSoftmax<ScoreFragment, Config::kMaximum, Config::kEntropy> softmax;
   Real o[OutFragment::kSize];
   clear(o);
 
@@ -94,4 +94,5 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   store_rows(o, products.second, matrix<Element>(p.out, place.offset(p.out)), queries, {0, p.head_dim_v}, p.out_vectors,
              [&](int slot) { return softmax.inverse(slot); });
   store_lse(softmax, products.first, p, place, queries);
+  store_statistics<Config::kMaximum, Config::kEntropy>(softmax, products.first, p, place, queries);
 }

@@ -35,6 +35,13 @@ class ForwardMma:
     aligned: bool
     exact: bool  # the head sizes are the padded ones
     q_in_registers: bool = False
+    maximum: bool = False  # also the largest score of each row
+    entropy: bool = False  # also the entropy of each row's weights
+
+    @property
+    def statistics(self) -> bool:
+        """Whether there is a statistic beside lse."""
+        return self.maximum or self.entropy
 
     @property
     def threads(self) -> int:
@@ -49,6 +56,35 @@ class ForwardMma:
     def blocks(self, problem: Problem) -> int:
         chunks = tiles(problem.head_dim_v, self.chunk)
         return query_tiles(problem, self.block_q) * chunks * problem.heads_q * problem.batch_size
+
+
+@dataclass(frozen=True)
+class ForwardColumnsMma:
+    """Constants of forward_columns_mma.cu; a warp owns block_k / warps keys."""
+
+    kernel = "forward_columns_mma"
+    statistics = True
+
+    head_dim: int
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+    blocks_per_sm: int
+    aligned: bool
+    exact: bool  # the head size is the padded one
+    k_in_registers: bool = False
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared_bytes(self, itemsize: int) -> int:
+        queries = tile_bytes(self.block_q, self.head_dim, itemsize) + 4 * self.block_q
+        return tile_bytes(self.block_k, self.head_dim, itemsize) + self.stages * queries
+
+    def blocks(self, problem: Problem) -> int:
+        return tiles(problem.seq_k, self.block_k) * problem.heads_q * problem.batch_size
 
 
 @dataclass(frozen=True)
@@ -143,13 +179,15 @@ def is_crowded(problem: Problem) -> bool:
     return len(looking) >= 4 and any(m.knows_tiles() for m in looking)
 
 
-def forward_registers(problem: Problem, tile: tuning.ForwardTile, aligned: bool) -> int:
+def forward_registers(problem: Problem, tile: tuning.ForwardTile, aligned: bool, statistics: bool = False) -> int:
     """Registers that the accumulators, scores and kept queries of a warp may take.
 
     The limits are those below which the compiler's reports show no spill (tests/test_compile_matrix.py).
     """
     if tile.block_q // tile.warps <= STEP:
         return 152 if is_rich(problem) and tile.stages == 1 else 192
+    if statistics:  # a warp with twice the rows has no registers for twice the numbers
+        return 0
     if is_rich(problem):
         return 104
     bounded = tile.stages == 1 and (problem.is_packed or problem.modifier("window") is not None)
@@ -170,17 +208,20 @@ def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit
     return 192 if tile.block_k // tile.warps > STEP else 144
 
 
-def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardMma:
-    """The first tile of the table that fits."""
+def forward(
+    problem: Problem, shared_limit: int, aligned: bool, *, maximum: bool = False, entropy: bool = False
+) -> ForwardMma:
+    """The first tile of the table that fits; `maximum` and `entropy` add these statistics of each row."""
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
-    chunk = chunk_of(head_dim_v, MAX_CHUNK // 2 if is_crowded(problem) else MAX_CHUNK, STEP)
+    crowded = is_crowded(problem) or ((maximum or entropy) and is_rich(problem) and shared_limit <= SM_75_SHARED)
+    chunk = chunk_of(head_dim_v, MAX_CHUNK // 2 if crowded else MAX_CHUNK, STEP)
     head_dim_v = padded(head_dim_v, chunk)
     for tile in tuning.FORWARD_MMA:
         if tile.block_q > 64 and problem.longest_q <= 64:
             continue
         queries = head_dim // 2 if tile.q_in_registers else 0
         needed = tile.block_q * (chunk + tile.block_k + queries) // (32 * tile.warps)
-        if needed > forward_registers(problem, tile, aligned):
+        if needed > forward_registers(problem, tile, aligned, maximum or entropy):
             continue
         config = ForwardMma(
             head_dim=head_dim,
@@ -194,10 +235,35 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardMma:
             aligned=aligned and rows_are_copied(max(head_dim, chunk), tile.warps),
             exact=(head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v),
             q_in_registers=tile.q_in_registers,
+            maximum=maximum,
+            entropy=entropy,
         )
         if fits(config, shared_limit):
             return config
     raise too_large("forward", problem, shared_limit)
+
+
+def columns(problem: Problem, shared_limit: int, aligned: bool) -> ForwardColumnsMma:
+    """The first tile of the sums of columns that fits."""
+    head_dim = padded(problem.head_dim, STEP)
+    for tile in tuning.COLUMNS_MMA:
+        needed = tile.block_k * (tile.block_q + (head_dim // 2 if tile.k_in_registers else 0)) // (32 * tile.warps)
+        if needed > (64 if is_rich(problem) else 128):
+            continue
+        config = ForwardColumnsMma(
+            head_dim=head_dim,
+            block_q=tile.block_q,
+            block_k=tile.block_k,
+            warps=tile.warps,
+            stages=tile.stages,
+            blocks_per_sm=tile.blocks_per_sm,
+            aligned=aligned and rows_are_copied(head_dim, tile.warps),
+            exact=head_dim == problem.head_dim,
+            k_in_registers=tile.k_in_registers,
+        )
+        if fits(config, shared_limit):
+            return config
+    raise too_large("sums of columns", problem, shared_limit)
 
 
 def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardMma:
@@ -261,7 +327,7 @@ def rows_are_copied(width: int, warps: int) -> bool:
     return 32 * warps >= 1 << (width * ITEMSIZE // 16 - 1).bit_length()
 
 
-def fits(config: ForwardMma | BackwardMma, shared_limit: int) -> bool:
+def fits(config: ForwardMma | ForwardColumnsMma | BackwardMma, shared_limit: int) -> bool:
     return config.shared_bytes(ITEMSIZE) <= shared_limit
 
 

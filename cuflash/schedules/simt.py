@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
+from cuflash import tuning
 from cuflash.errors import UnsupportedError
 from cuflash.problem import Problem
 from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
@@ -32,6 +33,7 @@ REGISTERS = 255
 ADDRESSES = 36  # registers a thread needs besides its blocks of numbers: seen in builds of CUDA 13, as is the next
 MAX_SUMS = 128  # registers of sums that a loop leaves room for
 MODIFIER = 30  # and for each modifier that looks at single scores
+STATISTICS = 16  # and for numbers of each row beside m and l
 
 
 def odd_pitch(length: int, itemsize: int) -> int:
@@ -66,6 +68,13 @@ class ForwardSimt:
     blocks_per_sm: int
     aligned: bool
     tensor: bool = False  # float64 on tensor cores
+    maximum: bool = False  # also the largest score of each row
+    entropy: bool = False  # also the entropy of each row's weights
+
+    @property
+    def statistics(self) -> bool:
+        """Whether there is a statistic beside lse."""
+        return self.maximum or self.entropy
 
     @property
     def block_q(self) -> int:
@@ -86,6 +95,43 @@ class ForwardSimt:
 
     def blocks(self, problem: Problem) -> int:
         return query_tiles(problem, self.block_q) * problem.heads_q * problem.batch_size
+
+
+@dataclass(frozen=True)
+class ForwardColumnsSimt:
+    """Constants of forward_columns_simt.cu; a warp owns ``lane_rows * thread_rows`` keys."""
+
+    kernel = "forward_columns_simt"
+    statistics = True
+
+    head_dim: int  # padded to a multiple of 8
+    warps: int
+    lane_rows: int
+    thread_rows: int
+    thread_columns: int
+    blocks_per_sm: int
+    aligned: bool
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a step."""
+        return 32 // self.lane_rows * self.thread_columns
+
+    @property
+    def block_k(self) -> int:
+        """Keys of a block."""
+        return self.warps * self.lane_rows * self.thread_rows
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared_bytes(self, itemsize: int) -> int:
+        elements = (self.block_q + self.block_k) * odd_pitch(self.head_dim, itemsize) + 2 * self.block_q
+        return elements * itemsize
+
+    def blocks(self, problem: Problem) -> int:
+        return tiles(problem.seq_k, self.block_k) * problem.heads_q * problem.batch_size
 
 
 @dataclass(frozen=True)
@@ -216,20 +262,46 @@ def longest(seq: int) -> int:
     return max(16, 1 << (seq - 1).bit_length())
 
 
-def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardSimt:
-    """The forward's tile; `shared_limit` is a block's, in bytes; `aligned` tells that q, k and v admit vectors."""
+def forward(
+    problem: Problem, shared_limit: int, aligned: bool, *, maximum: bool = False, entropy: bool = False
+) -> ForwardSimt:
+    """The forward's tile; `shared_limit` is a block's, in bytes; `aligned` tells that q, k and v admit vectors.
+
+    `maximum` and `entropy` add these statistics of each row.
+    """
     tensor = shared_limit > WITHOUT_TENSOR
-    limits = (longest(problem.longest_q), modifier_registers(problem), shared_limit, aligned)
+    statistics = maximum or entropy
+    taken, sizes = modifier_registers(problem), (problem.head_dim, problem.head_dim_v)
+    found = None
     if problem.dtype == "float64" and tensor:
-        found = best_tensor_forward(problem.head_dim, problem.head_dim_v, *limits)
-        if found is not None:
-            return found
-    return best_forward(problem.head_dim, problem.head_dim_v, 8 if problem.dtype == "float64" else 4, *limits)
+        found = best_tensor_forward(*sizes, longest(problem.longest_q), taken, shared_limit, aligned, statistics)
+    if found is None:
+        itemsize = 8 if problem.dtype == "float64" else 4
+        taken += STATISTICS if statistics else 0
+        found = best_forward(*sizes, itemsize, longest(problem.longest_q), taken, shared_limit, aligned)
+    return replace(found, maximum=maximum, entropy=entropy) if statistics else found
+
+
+def columns(problem: Problem, shared_limit: int, aligned: bool) -> ForwardColumnsSimt:
+    """The first tile of the sums of columns that fits; all of them leave registers for any modifiers."""
+    itemsize = 8 if problem.dtype == "float64" else 4
+    for tile in tuning.COLUMNS_SIMT:
+        config = ForwardColumnsSimt(padded(problem.head_dim, 8), *tile, 1, aligned)
+        shared_bytes = config.shared_bytes(itemsize)
+        if shared_bytes <= shared_limit:
+            return replace(config, blocks_per_sm=resident(tile.warps, shared_bytes, shared_limit))
+    raise too_large("sums of columns", problem.head_dim, problem.head_dim, itemsize, shared_limit, shared_bytes)
 
 
 @cache
 def best_tensor_forward(
-    head_dim: int, head_dim_v: int, max_q: int, modifiers: int, shared_limit: int, aligned: bool
+    head_dim: int,
+    head_dim_v: int,
+    max_q: int,
+    modifiers: int,
+    shared_limit: int,
+    aligned: bool,
+    statistics: bool = False,
 ) -> ForwardSimt | None:
     """The fastest by estimate of the tiles whose products are mma.m16n8k8, or None: 16 rows of values must fit a warp."""
     best: tuple[float, ForwardSimt] | None = None
@@ -242,6 +314,7 @@ def best_tensor_forward(
         pressure += (0 if modifiers < 12 * MODIFIER else 8 if modifiers < 16 * MODIFIER else 16) + (
             0 if aligned or modifiers < 12 * MODIFIER else 24
         )
+        pressure += row_blocks * block_k if statistics else 0
         shared_bytes = config.shared_bytes(8)
         if pressure > 176 or shared_bytes > shared_limit or (config.block_q > max_q and warps * row_blocks > 1):
             continue

@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from cuflash import tensormap, tuning
+from cuflash.abi import STATISTICS
 from cuflash.errors import UnsupportedError
+from cuflash.modifiers import Tile
 from cuflash.place import Placed
 from cuflash.problem import Problem
 from cuflash.schedules.base import padded, tiles
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 STEP = 16  # depth of one wgmma
 GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
+SMALLEST_QUERIES = 128  # tiles of more are for as many queries at least
 CACHED_BYTES = 32 << 20  # keys and values that should stay in the second-level cache
 MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
 TILE_BYTES = 28  # what consumers are told of a tile of queries
@@ -184,6 +189,8 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
         return f"NVRTC {device.compiler // 100}.{device.compiler % 100} is older than 12.9"
     if problem.is_packed:
         return "it does not take packed sequences"
+    if asked := [name for name in STATISTICS if name in at]:
+        return f"it computes no statistics beside lse, and {', '.join(asked)} was asked for"
     if not (problem.batch_size and problem.seq_q and problem.seq_k):
         return "an array is empty, which no tensor map describes"
     if sparse := [m.name for m in problem.modifiers if m.knows_tiles()]:
@@ -214,14 +221,25 @@ def weight(problem: Problem) -> int:
     return sum(weights) + (SCORED if problem.scale <= 0 else 0)
 
 
+def mean_keys(problem: Problem) -> int:
+    """Keys that the middle query sees, as far as intervals tell that are the same for every batch entry."""
+    middle = np.array(problem.seq_q // 2)
+    begin, end = np.array(0), np.array(problem.seq_k)
+    tile = Tile(problem, {}, slice(0, problem.seq_q), slice(0, problem.seq_k))
+    for modifier in problem.modifiers:
+        if modifier.kind == "range" and not modifier.operand_attributes():
+            begin, end = modifier.narrow(begin, end, middle, tile)
+    return int(max(end - begin, 0))
+
+
 def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
     """The first tile of the table that takes the head sizes, leaves registers for the modifiers, and fits."""
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
     wide_out = tiles(head_dim_v, PANEL_COLUMNS) > tiles(head_dim, PANEL_COLUMNS)  # more than the queries' place holds
     for tile in tuning.FORWARD_WGMMA:
-        if max(head_dim, head_dim_v) > tile.max_head_dim or problem.seq_q > tile.max_seq_q:
+        if max(head_dim, head_dim_v) > tile.max_head_dim or mean_keys(problem) > tile.max_keys:
             continue
-        if weight(problem) > tile.max_weight:
+        if weight(problem) > tile.max_weight or tile.block_q > max(SMALLEST_QUERIES, padded(problem.seq_q, GROUP_ROWS)):
             continue
         groups = tile.block_q // GROUP_ROWS
         producer, consumer = REGISTERS[groups]

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from cuflash import abi, source
 from cuflash import plan as planning
-from cuflash import source
+from cuflash.api import statistics_shapes
 from cuflash.backends import Device, described_device
 from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.plan import Plan
@@ -173,12 +174,28 @@ def forward(
     EmulatorError
         A kernel broke a rule, or wrote where it may not.
     """
+    return run_forward(call, device, seed, with_lse, (), options)[:2]
+
+
+def statistics(
+    call: Call, device: Device | int, seed: int = 0, names: Iterable[str] = abi.STATISTICS, **options: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Output, log-sum-exp, and statistics by name of one call; the rest is as in `forward`."""
+    return run_forward(call, device, seed, True, tuple(names), options)
+
+
+def run_forward(
+    call: Call, device: Device | int, seed: int, with_lse: bool, names: tuple[str, ...], options: dict[str, Any]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The steps of a forward with the statistics of these names."""
     run, memory = Run(seed=seed, **options), Memory()
     problem, device = call.problem, described_device(device) if isinstance(device, int) else device
     call = guarded_call(call, memory)
+    shapes = statistics_shapes(problem)
+    asked = {name: memory.output(shapes[name], problem.accumulator, name) for name in names}
     out = memory.output(problem.out_shape, call.q.dtype, "out", problem.layout, run.place)
     lse = memory.output(problem.lse_shape, problem.accumulator, "lse") if with_lse else None
-    arrays = planning.forward_arrays(call, out, lse)
+    arrays = planning.forward_arrays(call, out, lse, **asked)
     places = planning.places_of(problem, arrays)
     plan = planning.plan_forward.__wrapped__(problem, device, places, run.requested)
     counter = memory.like(np.zeros(2, np.uint32), "tile_counter")[0]
@@ -188,7 +205,7 @@ def forward(
     memory.check()
     if counter.any():
         raise EmulatorError(f"the tile counter was left at {counter}; the next launch would begin there")
-    return out.copy(), None if lse is None else lse.copy()
+    return out.copy(), None if lse is None else lse.copy(), {name: x.copy() for name, x in asked.items()}
 
 
 def backward(

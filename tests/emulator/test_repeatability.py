@@ -21,7 +21,7 @@ from tests.emulator.test_simt import BACKWARD as BACKWARD_SIMT
 from tests.emulator.test_simt import forced_backward
 from tests.tolerance import Expectation
 
-TARGETS = ((75, "float16"), (80, "bfloat16"), (90, "bfloat16"), (75, "float32"), (80, "float32"), (90, "float64"))
+TARGETS = ((75, "float16"), (80, "bfloat16"), (100, "bfloat16"), (75, "float32"), (80, "float32"), (90, "float64"))
 EVERY_OPTION = (80, "bfloat16")
 CORE = ("causal", "window", "bias", "lengths", "groups", "everything")
 RESIDENTS = 3
@@ -127,7 +127,7 @@ def test_kinds_of_tiles(tile, name):
         assert check_repeats(case, 80) == 1
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [80, 100])
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(160, 120), (72, 200)])
 def test_chunks_of_columns(tile, arch, head_dim, head_dim_v):
     """Each chunk of dq has turns of its own; chunks of dv alone have none."""
@@ -138,7 +138,7 @@ def test_chunks_of_columns(tile, arch, head_dim, head_dim_v):
     assert check_repeats(case, arch, range(4)) == 1
 
 
-@pytest.mark.parametrize("target", [(80, "float16"), (90, "bfloat16"), (80, "float32")], ids=target_id)
+@pytest.mark.parametrize("target", [(80, "float16"), (100, "bfloat16"), (80, "float32")], ids=target_id)
 def test_values_that_are_not_finite(tile, target):
     """A NaN that is seen reaches dq where it does without turns, and nowhere else."""
     arch, dtype = target

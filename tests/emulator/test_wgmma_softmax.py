@@ -34,7 +34,7 @@ def force(monkeypatch):
     """Sets the only tile that may be chosen."""
 
     def force(tile):
-        monkeypatch.setattr(tuning, "FORWARD_WGMMA", (tile._replace(max_seq_q=1 << 31, max_weight=1 << 31),))
+        monkeypatch.setattr(tuning, "FORWARD_WGMMA", (tile._replace(max_keys=1 << 31, max_weight=1 << 31),))
 
     return force
 

@@ -72,6 +72,16 @@ def test_forward_takes_its_results(cupy: Any, arrays: Any, causal: bool) -> None
     assert found.value == 0
 
 
+def test_statistics_take_their_results(cupy: Any, arrays: Any) -> None:
+    q, k, v, _ = arrays
+    results = sum(x.nbytes for x in cuflash.attention_statistics(q, k, v, causal=True))  # compiles
+    assert results == (64 + 4) * MIB
+    with peak(cupy) as found:
+        kept = cuflash.attention_statistics(q, k, v, causal=True)
+    assert results <= found.value <= results * ONE_PERCENT
+    del kept
+
+
 def test_backward_takes_its_results_and_one_float32_dq(cupy: Any, arrays: Any) -> None:
     q, k, v, dout = arrays
     out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)

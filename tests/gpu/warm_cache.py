@@ -8,6 +8,7 @@ from contextlib import suppress
 import numpy as np
 
 import cuflash
+from tests.gpu import test_decode
 from tests.gpu.device import KINDS, Device, on_device
 from tests.gpu.test_kernels import COMPILED_FIRST
 
@@ -24,6 +25,10 @@ def main(part: int, parts: int) -> None:
             out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
             cuflash.attention_backward(dout, q, k, v, out, lse, **options)
             device.check_inputs()
+    for kind, case in test_decode.COMPILED_FIRST[part::parts]:
+        with suppress(Exception):
+            arguments, _ = test_decode.on_device(device, case.make(), backend=kind.backend)
+            cuflash.attention_decode(**arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-// What a finished tile writes: the normalised output, lse, and gradients, each element exactly once.
+// What a finished tile writes: the normalised output, lse and other statistics, and gradients, each element exactly once.
 #pragma once
 #include "attention/score.cuh"
 #include "attention/softmax.cuh"
@@ -22,16 +22,30 @@ __device__ __forceinline__ void store_rows(const Real (&x)[Fragment::kSize], con
   }
 }
 
-template <class Fragment>
-__device__ __forceinline__ void store_lse(const OnlineSoftmax<Fragment>& softmax, const Fragment& f, const Params& p,
-                                          const Place& place, Range rows) {
-  if (!p.lse.data || !f.leads_row()) return;
-  Real* lse = static_cast<Real*>(p.lse.data) + place.offset(p.lse);
+// A number per row; `to` may be no array.
+template <class Fragment, class Value>
+__device__ __forceinline__ void store_row_values(const View& to, const Fragment& f, const Place& place, Range rows,
+                                                 Value value) {
+  if (!to.data || !f.leads_row()) return;
+  Real* values = static_cast<Real*>(to.data) + place.offset(to);
 #pragma unroll
   for (int slot = 0; slot < Fragment::kSlots; ++slot) {
     const int r = rows.begin + f.row(slot);
-    if (r < rows.end) lse[r * p.lse.row] = softmax.lse(slot, p);
+    if (r < rows.end) values[r * to.row] = value(slot);
   }
+}
+template <class Softmax, class Fragment>
+__device__ __forceinline__ void store_lse(const Softmax& softmax, const Fragment& f, const Params& p,
+                                          const Place& place, Range rows) {
+  store_row_values(p.lse, f, place, rows, [&](int slot) { return softmax.lse(slot, p); });
+}
+// Largest score and entropy, as far as they are asked for; the record has their views only then.
+template <bool kMaximum, bool kEntropy, class Softmax, class Fragment, class Record>
+__device__ __forceinline__ void store_statistics(const Softmax& softmax, const Fragment& f, const Record& p,
+                                                 const Place& place, Range rows) {
+  if constexpr (kMaximum)
+    store_row_values(p.maximum, f, place, rows, [&](int slot) { return softmax.maximum(slot, p); });
+  if constexpr (kEntropy) store_row_values(p.entropy, f, place, rows, [&](int slot) { return softmax.entropy(slot); });
 }
 
 // Gradient of an additive operand: its axes of stride 0 are sums.

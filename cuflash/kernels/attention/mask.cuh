@@ -112,3 +112,12 @@ __device__ __forceinline__ void skip_hidden_queries(const Params& p, Place place
     }
   }
 }
+
+// The first tile of queries from `tile` on, before `last`, that a glance does not tell to be blind to the keys; `last` if there
+// is none.
+template <int kBlockQ>
+__device__ __forceinline__ int next_seeing_tile(const Params& p, const Place& place, Range keys, int tile, int last) {
+  if constexpr (Visibility::kHidesTiles)
+    while (tile < last && tile_is_hidden(p, place, {tile * kBlockQ, (tile + 1) * kBlockQ}, keys)) ++tile;
+  return tile;
+}

@@ -5,7 +5,17 @@
 // stand-in for it exists anywhere: while a row has seen nothing, the shift of that step is 0.
 #pragma once
 
-template <class Fragment> struct OnlineSoftmax {
+// Further numbers per row, where they are asked for: the largest score, which m may lag behind; and the sum of
+// exp(s - m)·(s - m), from which -sum p·log p follows: log l - (that sum) / l.
+template <int kSlots, bool kKept> struct KeptMaximum { Real largest_score[kSlots]; };
+template <int kSlots> struct KeptMaximum<kSlots, false> {};
+template <int kSlots, bool kKept> struct KeptMoment {
+  Real moment[kSlots];  // in powers of two; of this thread's columns only, until `finish`
+};
+template <int kSlots> struct KeptMoment<kSlots, false> {};
+
+template <class Fragment, bool kMaximum = false, bool kEntropy = false>
+struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>, KeptMoment<Fragment::kSlots, kEntropy> {
   Real m[Fragment::kSlots];
   Real l[Fragment::kSlots];  // of this thread's columns only, until `finish`
   static constexpr int kSlack = 8;
@@ -14,6 +24,8 @@ template <class Fragment> struct OnlineSoftmax {
   // and is as good until the rounding of m · scale, the same for a whole row, is more than the division by l takes back.
   static constexpr bool kSubtracts = sizeof(Element) >= 4;
   static constexpr Real kFar = Real(1 << 20);
+  static constexpr Real kLog2 = Real(0.6931471805599453);
+  static constexpr Real kNothing = Real(-2000);  // a power of two that is 0 in every type
 
   static __device__ __forceinline__ bool is_far(Real score, const Params& p) {
     return !kSubtracts & (fabs(score * p.softmax_scale) > kFar);
@@ -24,6 +36,8 @@ template <class Fragment> struct OnlineSoftmax {
     for (int slot = 0; slot < Fragment::kSlots; ++slot) {
       m[slot] = -infinity<Real>();
       l[slot] = Real(0);
+      if constexpr (kMaximum) this->largest_score[slot] = -infinity<Real>();
+      if constexpr (kEntropy) this->moment[slot] = Real(0);
     }
   }
 
@@ -49,6 +63,7 @@ template <class Fragment> struct OnlineSoftmax {
 #pragma unroll
     for (int slot = 0; slot < Fragment::kSlots; ++slot) {
       largest[slot] = Fragment::row_max(largest[slot]);
+      if constexpr (kMaximum) this->largest_score[slot] = max_of(this->largest_score[slot], largest[slot]);
       rare |= outgrown(largest, slot, kSlack, p) | is_far(m[slot], p);
     }
     if (!Fragment::any(rare)) return false;
@@ -122,7 +137,11 @@ template <class Fragment> struct OnlineSoftmax {
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) {
       const Real base = shift[Fragment::slot(i)];
-      s[i] = exp2_of(kSubtracts ? (s[i] - base) * p.softmax_scale : fma_of(s[i], p.softmax_scale, -base));
+      const Real power = kSubtracts ? (s[i] - base) * p.softmax_scale : fma_of(s[i], p.softmax_scale, -base);
+      s[i] = exp2_of(power);
+      // What is hidden weighs 0, and 0 · -inf is NaN.
+      if constexpr (kEntropy)
+        this->moment[Fragment::slot(i)] = fma_of(s[i], max_of(power, kNothing), this->moment[Fragment::slot(i)]);
     }
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) l[Fragment::slot(i)] += s[i];
@@ -138,13 +157,24 @@ template <class Fragment> struct OnlineSoftmax {
   // After the last block: completes l.
   __device__ __forceinline__ void finish() {
 #pragma unroll
-    for (int slot = 0; slot < Fragment::kSlots; ++slot) l[slot] = Fragment::row_sum(l[slot]);
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+      l[slot] = Fragment::row_sum(l[slot]);
+      if constexpr (kEntropy) this->moment[slot] = Fragment::row_sum(this->moment[slot]);
+    }
   }
   // A row that saw nothing has the output 0 and lse = -inf.
   __device__ __forceinline__ Real inverse(int slot) const { return l[slot] == Real(0) ? Real(0) : Real(1) / l[slot]; }
   __device__ __forceinline__ Real lse(int slot, const Params& p) const {
-    return l[slot] == Real(0) ? -infinity<Real>()
-                              : fma_of(m[slot], p.softmax_scale * Real(0.6931471805599453), log_of(l[slot]));
+    return l[slot] == Real(0) ? -infinity<Real>() : fma_of(m[slot], p.softmax_scale * kLog2, log_of(l[slot]));
+  }
+  // Of a row that saw nothing -inf, and of one whose lse is NaN NaN, which `max_of` drops.
+  __device__ __forceinline__ Real maximum(int slot, const Params& p) const {
+    return l[slot] != l[slot] ? l[slot] : this->largest_score[slot] * (p.softmax_scale * kLog2);
+  }
+  // Of a row that saw nothing 0; rounding does not take it below.
+  __device__ __forceinline__ Real entropy(int slot) const {
+    const Real h = log_of(l[slot]) - kLog2 * this->moment[slot] / l[slot];
+    return l[slot] == Real(0) || h < Real(0) ? Real(0) : h;
   }
 
  private:
@@ -180,6 +210,11 @@ template <class Fragment> struct OnlineSoftmax {
 #pragma unroll
     for (int slot = 0; slot < Fragment::kSlots; ++slot) {
       alpha[slot] = largest[slot] == -infinity<Real>() ? Real(1) : exp2_of((m[slot] - largest[slot]) * p.softmax_scale);
+      if constexpr (kEntropy) {
+        // Every s - m changes by what m moves; nothing is left where that is infinite, or where nothing was seen.
+        const Real moved = fma_of((m[slot] - largest[slot]) * p.softmax_scale, l[slot], this->moment[slot]);
+        this->moment[slot] = m[slot] == -infinity<Real>() || alpha[slot] == Real(0) ? Real(0) : alpha[slot] * moved;
+      }
       m[slot] = largest[slot];
       l[slot] *= alpha[slot];
     }
@@ -205,6 +240,10 @@ template <int kRows> struct alignas(16) TileStatistics { Real shift[kRows], delt
 // P from a score and its row's statistics; rounding of a large lse cannot lift it above 1.
 __device__ __forceinline__ Real probability(Real s, Real shift, const Params& p) {
   return exp2_of(min_or_nan(fma_of(s, p.softmax_scale, -shift), Real(0)));
+}
+// P where a key that its query does not see weighs nothing even if the query's lse is NaN.
+__device__ __forceinline__ Real seen_probability(Real s, Real shift, const Params& p) {
+  return s == -infinity<Real>() ? Real(0) : probability(s, shift, p);
 }
 // Gradient of the score that enters the softmax.
 __device__ __forceinline__ Real score_gradient(Real probability, Real dp, Real delta) {

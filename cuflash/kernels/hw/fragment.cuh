@@ -38,6 +38,35 @@ template <int kTilesRow, int kTilesColumn, bool kIsTransposed = false> struct Mm
   }
 };
 
+// Rows 0 to 7 of an MmaFragment of one row of blocks: all that a tile of 8 rows needs of a product of 16.
+template <int kTilesColumn> struct UpperFragment : MmaFragment<1, kTilesColumn> {
+  static constexpr int kSize = kTilesColumn * 2, kSlots = 1;
+  using MmaFragment<1, kTilesColumn>::MmaFragment;
+
+  static __device__ __forceinline__ constexpr int slot(int) { return 0; }
+  __device__ __forceinline__ int column(int i) const { return this->first_column + i / 2 * 8 + i % 2; }
+};
+
+// Accumulators of a transposed product: of the tile, 8 rows and 16 columns a block.
+template <int kTilesColumn> struct TransposedFragment {
+  static constexpr int kColumnBlocks = kTilesColumn;
+  static constexpr int kSize = kTilesColumn * 4, kSlots = 2;
+  int first_row, first_column;
+
+  __device__ __forceinline__ TransposedFragment()
+      : first_row(int(threadIdx.x) % 4 * 2), first_column(int(threadIdx.x) % 32 / 4) {}
+
+  static __device__ __forceinline__ constexpr int slot(int i) { return i % 2; }
+  __device__ __forceinline__ int row(int slot) const { return first_row + slot; }
+  __device__ __forceinline__ int column(int i) const { return first_column + i / 4 * 16 + i / 2 % 2 * 8; }
+
+  // From a number for each row, as the threads of an UpperFragment hold it, those of this thread's rows.
+  template <class T> static __device__ __forceinline__ void from_rows(T (&to)[2], const T (&x)[1]) {
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) to[slot] = __shfl_sync(0xffffffffu, x[0], threadIdx.x % 4 * 8 + slot * 4);
+  }
+};
+
 template <class Element> __device__ __forceinline__ void store_pair(Element* to, float first, float second) {
   *reinterpret_cast<u32*>(to) = packed<Element>(first, second);
 }

@@ -14,10 +14,11 @@ template <int kLaneRows> struct Lanes {
 
 // kRows x kColumns elements a thread.  Rows come in runs of kRowRun neighbours, runs of one thread lie kRows-of-lanes runs apart;
 // columns likewise.  Element i is in the thread's row i / kColumns and column i % kColumns.
-template <class Lanes, int kRows_, int kColumns_, int kRowRun_, int kColumnRun_> struct FragmentSimt {
+template <class Lanes, int kRows_, int kColumns_, int kRowRun_, int kColumnRun_, bool kIsTransposed = false>
+struct FragmentSimt {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kRowRun = kRowRun_, kColumnRun = kColumnRun_;
   static constexpr int kSize = kRows * kColumns, kSlots = kRows;
-  static constexpr bool kTransposed = false;
+  static constexpr bool kTransposed = kIsTransposed;
   static constexpr int kTileRows = kRows * Lanes::kRows, kTileColumns = kColumns * Lanes::kColumns;  // of a warp
   static constexpr int kRowStep = Lanes::kRows * kRowRun, kColumnStep = Lanes::kColumns * kColumnRun;
   static_assert(kRows % kRowRun == 0 && kColumns % kColumnRun == 0, "whole runs");

@@ -1,5 +1,5 @@
 // PTX instructions of sm_75 and sm_80 as functions that carry the instruction's name.  Source: PTX ISA 8.x, sections
-// "ldmatrix", "mma", "cp.async", "red".
+// "ldmatrix", "mma", "cp.async", "createpolicy", "red".
 #pragma once
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
@@ -61,6 +61,18 @@ template <> __device__ __forceinline__ void mma_m16n8k16<Bfloat16>(float* c, con
 #if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ void cp_async_16(u32 to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The same for what is read once: it leaves the second-level cache first.
+struct StreamPolicy { u64 bits; };
+__device__ __forceinline__ StreamPolicy createpolicy_evict_first() {
+  StreamPolicy policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy.bits));
+  return policy;
+}
+__device__ __forceinline__ void cp_async_16(u32 to, const void* from, int bytes, StreamPolicy policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes),
+               "l"(policy.bits)
+               : "memory");
 }
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending> __device__ __forceinline__ void cp_async_wait_group() {

@@ -80,6 +80,8 @@ inline void mma_sync_aligned_m16n8k16_row_col_f64_f64_f64_f64(List<double, 4> d,
   multiply(mma_m16n8k16_f64, d, a, b, c);
 }
 
+constexpr u64 kEvictFirst = 0x12F0000000000000ull;
+
 // ---- cp.async -------------------------------------------------------------------------------------------------------
 inline void cp_async_ca_shared_global(u32 shared, u64 global, u32 bytes, u32 source_bytes) {
   if (bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async.ca of %u bytes: 4, 8 or 16", bytes);
@@ -94,6 +96,14 @@ inline void cp_async_cg_shared_global(u32 shared, u64 global, u32 bytes, u32 sou
 }
 inline void cp_async_cg_shared_global(u32 shared, u64 global, u32 bytes) {
   cp_async_cg_shared_global(shared, global, bytes, bytes);
+}
+inline void cp_async_cg_shared_global_L2_cache_hint(u32 shared, u64 global, u32 bytes, u32 source_bytes, u64 policy) {
+  if (policy != kEvictFirst) fail("cp.async with a cache policy 0x%llx that createpolicy did not make", policy);
+  cp_async_cg_shared_global(shared, global, bytes, source_bytes);
+}
+inline void createpolicy_fractional_L2_evict_first_b64(u64& policy, float fraction) {
+  if (!(fraction > 0.f && fraction <= 1.f)) fail("createpolicy: a fraction of %g is not in (0, 1]", fraction);
+  policy = kEvictFirst;
 }
 inline void cp_async_commit_group() { copy_async_commit(); }
 inline void cp_async_wait_group(u32 pending) { copy_async_wait(pending); }
