@@ -418,7 +418,7 @@ def compile_fa4() -> None:
     command = [sys.executable, str(Path(__file__).with_name("peers.py"))]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     running = [subprocess.Popen([*command, *map(str, kind)], **quiet) for kind in sorted(kinds)]  # type: ignore[call-overload]
-    deadline = time.perf_counter() + 90
+    deadline = time.perf_counter() + 60
     for process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=max(deadline - time.perf_counter(), 0.1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -202,6 +203,31 @@ def speed(rows: list[Row]) -> str:
     return markdown(header, lines, left=4)
 
 
+def hopper(rows: list[Row]) -> str:
+    """TFLOP/s of every system, cuflash as a multiple of the best other one, and the geometric means of these by direction."""
+    keys = ("direction", "head_dim", "head_dim_v", "batch", "heads_q", "heads_k", "seq_q", "causal")
+    systems = systems_of(rows)
+    lines, shares = [], {}
+    for values, by_system in grouped(rows, keys).items():
+        direction, head_dim, head_dim_v, batch, heads_q, heads_k, seq, causal = values
+        heads = f"{heads_q}" if heads_q == heads_k else f"{heads_q}/{heads_k}"
+        size = f"{head_dim}" if head_dim == head_dim_v else f"{head_dim}/{head_dim_v}"
+        rates = [f"{by_system[s]['tflops']:.0f}" if s in by_system else "-" for s in systems]
+        others = [row["ms"] for system, row in by_system.items() if system != "cuflash"]
+        share = min(others) / by_system["cuflash"]["ms"] if others and "cuflash" in by_system else None
+        if share is not None:
+            shares.setdefault(direction, []).append(share)
+        mask = "causal" if causal else "full"
+        ratio = f"{share:.2f}" if share is not None else "-"
+        lines.append((f"{batch} x {heads} x {seq} x {size}", mask, direction, *rates, ratio))
+    for direction, values in shares.items():
+        mean = math.prod(values) ** (1 / len(values))
+        lines.append(("geometric mean", "", direction, *[""] * len(systems), f"**{mean:.2f}**"))
+    names = [SYSTEMS.get(system, system) for system in systems]
+    header = ("batch x heads x seq x head_dim", "mask", "TFLOP/s", *names, "cuflash : best other")
+    return markdown(header, sorted(lines, key=lambda line: line[2] != "forward"), left=3)
+
+
 def precision(rows: list[Row]) -> str:
     """Speed and error of the wide dtypes: each has a peer of its own."""
     lines = []
@@ -335,6 +361,7 @@ def decode(rows: list[Row]) -> str:
 TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "decode": decode,
     "speed": speed,
+    "hopper": hopper,
     "precision": precision,
     "memory": memory,
     "host": host,
