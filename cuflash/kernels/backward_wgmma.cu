@@ -70,7 +70,7 @@ struct Consumer {
     if (!kRecomputes) return at.number();
     return (here().batch * p.heads_q + at.head) * (p.rows_padded / Config::kBlockQ) + at.tile;
   }
-  __device__ const __forceinline__ Work& here() const { return kRecomputes ? shared.channels.work : work; }
+  const __device__ __forceinline__ Work& here() const { return kRecomputes ? shared.channels.work : work; }
 
   // ---- products: issued as one group each ----
   __device__ __forceinline__ void issue_scores(float (&s)[ScoreFragment::kSize]) const {

@@ -160,7 +160,7 @@ MUTANTS = [
     sown("forward_mma", "an unseen row changes its base",
          "largest[slot] == -infinity<Real>() ? Real(1) : exp2_of", "exp2_of", case="empty rows"),
     sown("forward_mma", "lse forgets the scale",
-         "fma_of(m[slot], p.softmax_scale * Real(0.69", "fma_of(m[slot], Real(0.69"),
+         "fma_of(m[slot], p.softmax_scale * kLog2", "fma_of(m[slot], kLog2"),
     sown("forward_mma", "the diagonal is hidden",
          "q + place.diagonal(p.causal_diagonal) + 1)", "q + place.diagonal(p.causal_diagonal))"),
     sown("forward_mma", "a window is a key too wide",
