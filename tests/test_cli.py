@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -202,6 +203,15 @@ def test_explain(capsys):
     code, out, err = run(capsys, "explain", "1,8,3,16,16,64")
     assert (code, out) == (2, "")
     assert "heads of q (8)" in err
+
+
+def test_explain_measures_what_it_explains(capsys):
+    code, out, _ = run(capsys, "explain", "1,2,1,40,50,16", "--dtype", "float32", "--causal", "--measure")
+    assert code == 0
+    assert float(re.search(r"^measured: +([0-9.e-]+) ms$", out, re.MULTILINE)[1]) > 0
+    code, _, err = run(capsys, "explain", "1,2,1,40,50,16", "--capability", "90", "--measure")
+    assert code == 2
+    assert "only described" in err
 
 
 @pytest.mark.parametrize(("capability", "dtype", "backend"), [(75, "float16", "mma"), (90, "float32", "simt")])

@@ -95,6 +95,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="CC",
         help="explain for a GPU of this compute capability (90 for 9.0), which need not be there",
     )
+    explain.add_argument(
+        "--measure",
+        action="store_true",
+        help="time the forward, too, and compare it with what the device allows at best",
+    )
 
     weights = made["weights"]
     weights.add_argument(

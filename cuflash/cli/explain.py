@@ -12,20 +12,37 @@ from cuflash import plan, problem
 from cuflash.backends import described_device
 from cuflash.cli import text
 from cuflash.cli.machine import array_library, this_machine
+from cuflash.cli.measure import Clock
 from cuflash.cli.shape import Shape, host_dtype
+from cuflash.errors import ArgumentError
 from cuflash.variant import ITEMSIZE
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the explanation."""
     options = {name: getattr(arguments, name) for name in ("causal", "window", "softcap", "scale")}
+    options["backend"] = arguments.backend
     if arguments.capability is None:
         xp = array_library(this_machine())
         q, k, v, _ = empty(xp, arguments.shape, arguments.dtype)
-        print(cuflash.explain(q, k, v, backend=arguments.backend, **options))
+        explained = cuflash.explain(q, k, v, **options)
+        print(explained)
+        if arguments.measure:
+            print(measured(xp, arguments.shape, arguments.dtype, options, explained.floor_ms))
+    elif arguments.measure:
+        raise ArgumentError(f"--measure: a GPU of capability {arguments.capability} is only described; leave out one")
     else:
+        del options["backend"]
         print(described(arguments.shape, arguments.dtype, arguments.capability, arguments.backend, options))
     return 0
+
+
+def measured(xp: Any, shape: Shape, dtype: str, options: dict[str, Any], floor_ms: float | None) -> str:
+    """How long the forward takes, and which share of that would be needed at best."""
+    q, k, v = (xp.asarray(x) for x in shape.arrays(dtype)[:3])
+    ms = Clock(xp).milliseconds(lambda: cuflash.attention(q, k, v, **options))
+    share = f", of which {floor_ms / ms:.0%} are the floor" if floor_ms else ""
+    return f"{'measured:':<11}{ms:.4g} ms{share}"
 
 
 def empty(xp: Any, shape: Shape, dtype: str) -> tuple[Any, Any, Any, Any]:
