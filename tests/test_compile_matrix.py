@@ -71,15 +71,19 @@ def entries() -> Iterator[Entry]:
             yield Entry(arch, dtype, *sizes, option)
         for option in ("plain", "everything"):
             yield Entry(arch, dtype, *sizes, option, aligned=False)
-    for arch, dtype, sizes in product((75, 90), ("float32", "float64"), HEAD_SIZES):
+    for (arch, dtype), sizes in product(((75, "float32"), (90, "float64")), HEAD_SIZES):
         yield Entry(arch, dtype, *sizes, "everything")
+    for (arch, dtype), size in product(((90, "float32"), (75, "float64")), (64, 128, 256)):
+        yield Entry(arch, dtype, size, size, "everything")
     for dtype, option, aligned in product(("float32", "float64"), ("plain", "causal"), (True, False)):
         yield Entry(90, dtype, 64, 64, option, aligned)
     for option in OPTIONS:
         yield Entry(90, "float16", 128, 128, option)
         yield Entry(90, "float16", 64, 64, option, seq_q=1)
-    for sizes, option in product(HEAD_SIZES, ("causal", "everything")):
-        yield Entry(86, "float16", *sizes, option)
+    for sizes in HEAD_SIZES:
+        yield Entry(86, "float16", *sizes, "everything")
+    for size in (64, 128, 256):
+        yield Entry(86, "float16", size, size, "causal")
     for arch, sizes in product((80, 120), ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))):
         yield Entry(arch, "bfloat16", *sizes, "causal")
         yield Entry(arch, "bfloat16", *sizes, "everything")
@@ -87,16 +91,10 @@ def entries() -> Iterator[Entry]:
         yield Entry(arch, "bfloat16", *sizes, "everything")
     for arch, dtype in product((80, 86, 89, 100, 120), ("float32", "float64")):
         yield Entry(arch, dtype, 128, 128, "everything")
-    for (arch, dtype, option), sizes in product(
-        (
-            (90, "bfloat16", "causal"),
-            (90, "bfloat16", "everything"),
-            (80, "float16", "causal"),
-            (75, "float16", "plain"),
-        ),
-        HEAD_SIZES,
-    ):
+    for (arch, dtype, option), sizes in product(((90, "bfloat16", "everything"), (75, "float16", "plain")), HEAD_SIZES):
         yield Entry(arch, dtype, *sizes, option, deterministic=True)
+    for (arch, dtype), size in product(((90, "bfloat16"), (80, "float16")), (64, 96, 128, 256)):
+        yield Entry(arch, dtype, size, size, "causal", deterministic=True)
     for arch, dtype, size in product((75, 90), ("float32", "float64"), (64, 128)):
         yield Entry(arch, dtype, size, size, "everything", deterministic=True)
     for arch, dtype in ((75, "float16"), (80, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64")):
@@ -104,14 +102,14 @@ def entries() -> Iterator[Entry]:
         yield Entry(arch, dtype, 128, 128, "sparse-causal", aligned=False)
         yield Entry(arch, dtype, 128, 128, "sparse-everything")
     for (arch, dtype), sizes, turns in product(
-        ((75, "float16"), (80, "bfloat16"), (90, "bfloat16")), ((64, 64), (128, 128), (192, 128)), (False, True)
+        ((75, "float16"), (80, "bfloat16"), (90, "bfloat16")), ((64, 64), (128, 128)), (False, True)
     ):
         yield Entry(arch, dtype, *sizes, "packed-causal", deterministic=turns)
     for arch, dtype, size in product((75, 90), ("float32", "float64"), (64, 128)):
         yield Entry(arch, dtype, size, size, "packed-causal", deterministic=True)
     for arch, dtype in ((75, "float16"), (80, "bfloat16"), (90, "float32")):
         yield Entry(arch, dtype, 128, 128, "packed-everything", aligned=False, deterministic=True)
-    for (arch, dtype), size in product(((90, "bfloat16"), (75, "float16")), (16, 64, 80, 128, 256, 512)):
+    for (arch, dtype), size in product(((90, "bfloat16"), (75, "float16")), (64, 80, 128, 512)):
         for option in ("causal", "everything"):
             yield Entry(arch, dtype, size, size, option, statistics=STATISTICS)
     for arch, dtype, size in product((75, 90), ("float32", "float64"), (64, 128)):
