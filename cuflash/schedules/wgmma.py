@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -233,13 +233,24 @@ def mean_keys(problem: Problem) -> int:
 
 
 def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
-    """The first tile of the table that takes the head sizes, leaves registers for the modifiers, and fits."""
+    """The first fitting tile that is no taller than the queries, unless there are but taller ones."""
+    found = list(fitting_forwards(problem, shared_limit))
+    if not found:
+        raise UnsupportedError(
+            f"head_dim {problem.head_dim} with head_dim_v {problem.head_dim_v}: no tile of the forward by wgmma fits the "
+            f"{shared_limit} bytes of shared memory of a block; backend='mma' takes it"
+        )
+    rows = max(SMALLEST_QUERIES, padded(problem.seq_q, GROUP_ROWS))
+    return next((config for config in found if config.block_q <= rows), found[0])
+
+
+def fitting_forwards(problem: Problem, shared_limit: int) -> Iterator[ForwardWgmma]:
+    """The tiles of the table that take the head sizes and the keys, leave registers for the modifiers, and fit."""
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
     wide_out = tiles(head_dim_v, PANEL_COLUMNS) > tiles(head_dim, PANEL_COLUMNS)  # more than the queries' place holds
+    keys, modifiers = mean_keys(problem), weight(problem)
     for tile in tuning.FORWARD_WGMMA:
-        if max(head_dim, head_dim_v) > tile.max_head_dim or mean_keys(problem) > tile.max_keys:
-            continue
-        if weight(problem) > tile.max_weight or tile.block_q > max(SMALLEST_QUERIES, padded(problem.seq_q, GROUP_ROWS)):
+        if max(head_dim, head_dim_v) > tile.max_head_dim or keys > tile.max_keys or modifiers > tile.max_weight:
             continue
         groups = tile.block_q // GROUP_ROWS
         producer, consumer = REGISTERS[groups]
@@ -257,11 +268,7 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
             consumer_registers=consumer,
         )
         if config.shared_bytes(2) <= shared_limit:
-            return config
-    raise UnsupportedError(
-        f"head_dim {problem.head_dim} with head_dim_v {problem.head_dim_v}: no tile of the forward by wgmma fits the "
-        f"{shared_limit} bytes of shared memory of a block; backend='mma' takes it"
-    )
+            yield config
 
 
 MAX_PAIRED = 128  # head size up to which dK and dV together fit in a warpgroup's registers

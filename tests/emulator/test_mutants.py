@@ -154,7 +154,7 @@ MUTANTS = [
     sown("forward_mma", "the accumulator keeps its old base",
          "o[i] *= alpha[Accumulator::slot(i)]", "", case="growing"),
     sown("forward_mma", "the sum keeps its old base",
-         "l[slot] *= alpha[slot];", "", case="growing"),
+         "l[slot] *= alpha[slot];", "", case="growing", count=2),
     sown("forward_mma", "probabilities may outgrow their type",
          "kSlack = 8;", "kSlack = 80;", case="growing"),
     sown("forward_mma", "an unseen row changes its base",
