@@ -66,10 +66,6 @@ struct Consumer {
   __device__ __forceinline__ int warp_key(u32 thread) const {  // this warp's first key in the tile
     return own_rows() + int(thread % kWarpgroupThreads / 32 * 16);
   }
-  __device__ __forceinline__ int step_number() const {
-    if (!kRecomputes) return at.number();
-    return (here().batch * p.heads_q + at.head) * (p.rows_padded / Config::kBlockQ) + at.tile;
-  }
   const __device__ __forceinline__ Work& here() const { return kRecomputes ? shared.channels.work : work; }
 
   // ---- products: issued as one group each ----
@@ -203,7 +199,7 @@ struct Consumer {
       pin(gradients);
       release_by_warp(shared.channels.queries, slot);
     }
-    before = step_number();
+    before = at.number();
     at.advance(p, here());
     form_gradients(s, dp);
   }
@@ -218,7 +214,7 @@ struct Consumer {
     wgmma_wait_group<0>();
     pin(dv);
     pin(dk);
-    before = step_number();
+    before = at.number();
     issue_dq(dq, cursor);
     wgmma_wait_group<0>();
     finish_dq(dq, cursor);

@@ -64,7 +64,7 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>, KeptMoment<Fragm
     for (int slot = 0; slot < Fragment::kSlots; ++slot) {
       largest[slot] = Fragment::row_max(largest[slot]);
       if constexpr (kMaximum) this->largest_score[slot] = max_of(this->largest_score[slot], largest[slot]);
-      rare |= outgrown(largest, slot, kSlack, p) | is_far(m[slot], p);
+      rare |= outgrown(largest, slot, p) | is_far(m[slot], p);
     }
     if (!Fragment::any(rare)) return false;
     move_to(largest, alpha, p);
@@ -186,10 +186,9 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>, KeptMoment<Fragm
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) largest[Fragment::slot(i)] = max_of(largest[Fragment::slot(i)], s[i]);
   }
-  // Whether a row's probabilities relative to m pass 2^powers.
-  __device__ __forceinline__ bool outgrown(const Real (&largest)[Fragment::kSlots], int slot, int powers,
-                                           const Params& p) const {
-    return (largest[slot] - m[slot]) * p.softmax_scale > powers;
+  // Whether a row's probabilities relative to m pass 2^kSlack.
+  __device__ __forceinline__ bool outgrown(const Real (&largest)[Fragment::kSlots], int slot, const Params& p) const {
+    return (largest[slot] - m[slot]) * p.softmax_scale > kSlack;
   }
   // m and l to a base in which these probabilities, relative to m, reach 1 at most, and they as well.
   __device__ __forceinline__ void follow(Real (&s)[Fragment::kSize], Real (&alpha)[Fragment::kSlots], const Params& p) {

@@ -208,7 +208,7 @@ template <class T, int kLaneRows, int kThreadRows, int kDepth, int kMiddle, int 
     store_tile<First, kPitchMiddle>(s, first, middle);
     __syncwarp();
     if constexpr (Second::kSize * sizeof(T) <= 320) {
-      // A block's sum stands alone before it joins o: chains of roundings are as long as a block, not as all keys.
+      // A block's sum stands alone before it joins o: chains of roundings are as long as a block, not as all of them.
       T sum[Second::kSize];
       clear(sum);
       multiply_ab<Second, kMiddle, kPitchMiddle, kPitchC>(sum, second, middle, c.data);
