@@ -600,6 +600,7 @@ def attention_varlen_vjp(
     >>> vjp(np.ones_like(out)).dv.ravel()
     array([0.5, 0.5, 1. ])
     """
+    order_of_sums(deterministic, batch_invariant=False)
     options: dict[str, Any] = {
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,

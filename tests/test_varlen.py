@@ -261,6 +261,8 @@ def test_results_of_another_call_are_refused() -> None:
         cuflash.attention_varlen_backward(out[:8], *made.values(), out, lse)
     with pytest.raises(ArgumentError, match="deterministic=3"):
         cuflash.attention_varlen_backward(out, *made.values(), out, lse, deterministic=3)
+    with pytest.raises(ArgumentError, match="deterministic=3"):  # before anything is computed
+        cuflash.attention_varlen_vjp(*made.values(), deterministic=3)
 
 
 # ---- plans -------------------------------------------------------------------------------------------------------------
