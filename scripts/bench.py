@@ -7,10 +7,10 @@
     python scripts/bench.py --suite packed --peers torch --out scripts/results/h200-packed.json
     python scripts/bench.py --suite decode --peers torch --out scripts/results/h200-decode.json
 
-Times on the GPU are sustained ones: batches of calls back to back, between two CUDA events.  Every system gets the same
-data, and what cuflash computes is compared with a peer once per shape: a kernel that is wrong posts no time.  Whatever
-fails becomes a row with `failure`, and the rest goes on.  PyTorch's attention is asked for by name: FlashAttention-2
-("fa2"), "cudnn", memory-efficient ("torch-efficient") and plain ("torch-math").
+Times on the GPU are sustained ones: batches of calls back to back, by the host's clock from one idle device to the
+next.  Every system gets the same data, and what cuflash computes is compared with a peer once per shape: a kernel that
+is wrong posts no time.  Whatever fails becomes a row with `failure`, and the rest goes on.  PyTorch's attention is
+asked for by name: FlashAttention-2 ("fa2"), "cudnn", memory-efficient ("torch-efficient") and plain ("torch-math").
 """
 
 from __future__ import annotations
