@@ -135,6 +135,9 @@ def test_tiles_are_drawn_and_counted() -> None:
     words = [text.get_text() for text in axes.get_legend().get_texts()]
     assert words == ["skipped: 6", "pairs tested: 6", "open: 6"]
     assert axes.get_title() == "tiles of 16 queries x 32 keys"
+    assert axes.images[0].get_extent() == [0, 96, 96, 0]
+    (axes,) = visible(cuflash.draw_tiles(q[:1, :, :40], q[:1], tile=(16, 64)))
+    assert axes.images[0].get_extent() == [0, 128, 48, 0]
     assert first.get_suptitle() == "two entries"
     second.savefig(file := io.BytesIO())
     assert file.getvalue().startswith(b"\x89PNG")

@@ -30,9 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     options["backend"] = arguments.backend
     if arguments.picture:
         picture.matplotlib("--picture", "figure")  # before anything is measured
-    xp = array_library(this_machine())
     tile = None
     if arguments.capability is None:
+        xp = array_library(this_machine())
         q, k, v, _ = empty(xp, arguments.shape, arguments.dtype)
         explained = cuflash.explain(q, k, v, **options)
         tile = explained.tile
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(described(forward, backward))
     if arguments.picture:
         options.pop("backend", None)
-        draw(xp, arguments, options, tile)
+        draw(arguments, options, tile)
     return 0
 
 
@@ -121,7 +121,7 @@ def tile(config: Any) -> str:
 
 
 # ---- the picture -----------------------------------------------------------------------------------------------------
-def draw(xp: Any, arguments: argparse.Namespace, options: dict[str, Any], tile: tuple[int, int] | None) -> None:
+def draw(arguments: argparse.Namespace, options: dict[str, Any], tile: tuple[int, int] | None) -> None:
     """Tiles, costs, the recurrence along a row, and weights of some rows, of random arrays of one head."""
     shape = arguments.shape
     q, k, v, _ = Shape(1, 1, 1, shape.seq_q, shape.seq_k, shape.head_dim, shape.head_dim_v).arrays(arguments.dtype)
@@ -135,8 +135,11 @@ def draw(xp: Any, arguments: argparse.Namespace, options: dict[str, Any], tile: 
 
     picture.paint_tiles(upper_left, inspection.tile_states(call, (0, 0), block_q, block_k), block_q, block_k)
 
-    upper_right.suptitle(f"forward, {'causal' if options['causal'] else 'full'}, measured here")
-    picture.paint_costs(upper_right, costs(xp, shape, arguments.dtype, options["causal"]))
+    machine = this_machine()
+    upper_right.suptitle(
+        f"a forward, {'causal' if options['causal'] else 'full'}, on {machine.headline}", fontsize="medium"
+    )
+    picture.paint_costs(upper_right, costs(array_library(machine), shape, arguments.dtype, options["causal"]))
 
     row = shape.seq_q - 1
     lower_left.suptitle(f"row {row}: scores, their maximum, and the factor of correction")
