@@ -359,7 +359,7 @@ def decode(rows: list[Row]) -> str:
 
 
 def onnx(rows: list[Row]) -> str:
-    """How many of ONNX's node tests each backend passes, by opset, and how many it refuses or fails."""
+    """How many of ONNX's node tests each backend passes, by opset, and what becomes of the others."""
     opsets = sorted({row["opset"] for row in rows})
     lines = []
     for backend in dict.fromkeys(row["backend"] for row in rows):
@@ -367,9 +367,9 @@ def onnx(rows: list[Row]) -> str:
         cells = []
         for part in (*([row for row in own if row["opset"] == opset] for opset in opsets), own):
             cells.append(f"{sum(row['verdict'] == 'passed' for row in part)} of {len(part)}")
-        cells += [f"{sum(row['verdict'] == verdict for row in own)}" for verdict in ("refused", "failed")]
+        cells += [f"{sum(row['verdict'] == verdict for row in own)}" for verdict in ("nearer", "refused", "failed")]
         lines.append(("as chosen" if backend == "chosen" else f"`{backend}`", *cells))
-    header = ("node tests of Attention", *(f"opset {opset}" for opset in opsets), "all", "refused", "failed")
+    header = ("node tests of Attention", *(f"opset {opset}" for opset in opsets), "all", "nearer", "refused", "failed")
     return markdown(header, lines, left=1)
 
 

@@ -59,14 +59,41 @@ def test_the_score_counts_what_is_wrong_and_what_is_refused(score: Any, cases: A
 
     monkeypatch.setattr(cuflash.onnx, "attention", wrong)
     rows = score.score("numpy", cases)
-    counted = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("passed", "failed", "refused")}
-    halves, flat = (sum(test(c.data_sets[0][0][0]) for c in cases) for test in (is_half, lambda x: x.ndim == 3))
-    assert counted == {"refused": halves, "failed": flat, "passed": len(cases) - halves - flat}
-    assert score.summary(rows, "numpy") == f"{counted['passed']} passed, {flat} failed, {halves} refused"
+    counted = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in score.VERDICTS}
+    halves, flat = (sum(test(c.data_sets[0][0][0]) for c in cases) for test in (is_half, is_flat))
+    assert counted == {"passed": len(cases) - halves - flat, "nearer": 0, "refused": halves, "failed": flat}
+    assert score.summary(rows, "numpy") == f"{counted['passed']} passed, 0 nearer, {halves} refused, {flat} failed"
+
+
+@pytest.mark.parametrize("factor", [1, 1.004])
+def test_the_score_tells_what_is_nearer_from_what_is_wrong(
+    score: Any, cases: Any, monkeypatch: Any, factor: float
+) -> None:
+    """With a tolerance of 0, what the package expects in 16 bits is off by more than what cuflash computes."""
+    right = cuflash.onnx.attention
+
+    def scaled(q: Any, *rest: Any, **options: Any) -> Any:
+        found = right(q, *rest, **options)
+        return found._replace(Y=(found.Y * factor).astype(q.dtype)) if q.dtype != np.float64 else found
+
+    monkeypatch.setattr(cuflash.onnx, "attention", scaled)
+    monkeypatch.setattr(
+        score, "compare", lambda outputs, wanted, *_: np.testing.assert_array_equal(outputs[0], wanted[0])
+    )
+    some = [
+        c for c in cases if c.name in ("test_attention_4d_fp16", "test_attention_4d", "test_attention_4d_causal_bf16")
+    ]
+    verdicts = {row["dtype"]: row["verdict"] for row in score.score("numpy", some)}
+    wrong = {"float16": "failed", "bfloat16": "failed", "float32": "failed"}
+    assert verdicts == (wrong | {"float16": "nearer", "bfloat16": "nearer"} if factor == 1 else wrong)
 
 
 def is_half(x: np.ndarray) -> bool:
     return x.dtype == np.float16
+
+
+def is_flat(x: np.ndarray) -> bool:
+    return x.ndim == 3
 
 
 def test_the_committed_score_is_a_whole_one() -> None:
