@@ -15,7 +15,7 @@ from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
 from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
-from cuflash.picture import draw_attention
+from cuflash.picture import draw_attention, draw_costs, draw_recurrence, draw_tiles
 from cuflash.statistics import Statistics
 from cuflash.union import merge, merge_backward, merge_vjp
 
@@ -44,6 +44,9 @@ __all__ = [
     "attention_vjp",
     "attention_weights",
     "draw_attention",
+    "draw_costs",
+    "draw_recurrence",
+    "draw_tiles",
     "explain",
     "merge",
     "merge_backward",

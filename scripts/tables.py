@@ -87,7 +87,7 @@ def table(path: Path, topic: str) -> str:
 def source(path: Path, result: dict[str, Any], on_gpu: bool) -> str:
     """Where, when and how the figures were measured."""
     device = f"{result['gpu']}, driver {result['driver']}" if on_gpu else result["processor"]
-    names = ("cuflash", "numpy", *(("cupy", "nvrtc", "torch", "cudnn") if on_gpu else ()))
+    names = ("cuflash", "numpy", *(("cupy", "nvrtc", "torch", "cudnn") if on_gpu else ()), "onnx")
     versions = ", ".join(f"{n} {result['versions'][n]}" for n in names if n in result["versions"])
     return f"<sub>{device}; {versions}; {result['date']}; `scripts/results/{path.name}`, by `{result['command']}`</sub>"
 
@@ -358,6 +358,21 @@ def decode(rows: list[Row]) -> str:
     return markdown((*header, *(f"{n}, single calls" for n in names)), lines, left=2)
 
 
+def onnx(rows: list[Row]) -> str:
+    """How many of ONNX's node tests each backend passes, by opset, and what becomes of the others."""
+    opsets = sorted({row["opset"] for row in rows})
+    lines = []
+    for backend in dict.fromkeys(row["backend"] for row in rows):
+        own = [row for row in rows if row["backend"] == backend]
+        cells = []
+        for part in (*([row for row in own if row["opset"] == opset] for opset in opsets), own):
+            cells.append(f"{sum(row['verdict'] == 'passed' for row in part)} of {len(part)}")
+        cells += [f"{sum(row['verdict'] == verdict for row in own)}" for verdict in ("nearer", "refused", "failed")]
+        lines.append(("as chosen" if backend == "chosen" else f"`{backend}`", *cells))
+    header = ("node tests of Attention", *(f"opset {opset}" for opset in opsets), "all", "nearer", "refused", "failed")
+    return markdown(header, lines, left=1)
+
+
 TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "decode": decode,
     "speed": speed,
@@ -371,6 +386,8 @@ TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "sparse processor": sparse,
     "packed": packed,
     "packed processor": packed,
+    "onnx": onnx,
+    "onnx processor": onnx,
 }
 
 

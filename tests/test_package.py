@@ -356,6 +356,20 @@ def test_bench_measures_packed_sequences(tmp_path, monkeypatch):
     assert sum("| skewed | forward |" in line for line in lines) == 1
 
 
+def test_pictures_are_drawn_from_what_is_measured(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib is an optional extra")
+    results = tmp_path / "lengths.json"
+    words = ["--measure", "--lengths", "16", "32", "--results", str(results), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["pictures.py", *words])
+    assert load_script("pictures").main() == 0
+    rows = json.loads(results.read_text())["rows"]
+    assert {(row["system"], row["seq_q"]) for row in rows} == {(s, n) for s in ("cuflash", "plain") for n in (16, 32)}
+    drawn = {path.name for path in tmp_path.glob("*.png") if path.read_bytes().startswith(b"\x89PNG")}
+    shown = re.findall(r"!\[[^]]+\]\(docs/([^)]+)\)", README)
+    assert set(shown) == drawn == {path.name for path in (ROOT / "docs").iterdir()}
+    assert all((ROOT / "docs" / name).stat().st_size < 60_000 for name in shown), "the repository is to stay small"
+
+
 def test_bench_keeps_going_after_a_failure(capsys):
     session = bench.Session(quick=True, peers=False)
     with session.part("speed", "fa2", dtype="bfloat16"):
