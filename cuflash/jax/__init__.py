@@ -6,7 +6,10 @@ on a GPU the kernels run on XLA's own stream.  Importing this imports JAX; cufla
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +17,7 @@ import numpy as np
 
 from cuflash.api import check_flag, order_of_sums
 from cuflash.errors import ArgumentError
-from cuflash.jax.calls import BACKWARD, FORWARD, HANDLERS, Options
+from cuflash.jax.calls import BACKWARD, FORWARD, HANDLERS, HOST, Options
 from cuflash.jax.versions import jax, results, vary, varying
 from cuflash.problem import describe, in_layout
 
@@ -185,3 +188,24 @@ for platform, handlers in HANDLERS.items():
     for target, callback in handlers.items():
         pointer = ctypes.cast(callback, ctypes.c_void_p).value
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(pointer), platform=platform)
+
+
+# ---- the end of the process ------------------------------------------------------------------------------------------
+QUIET_S = 0.05  # programs that nobody holds a result of are over when no call has begun for as long
+
+
+@atexit.register
+def settle() -> None:
+    """Wait for programs that still run on the host: once the interpreter shuts down, it lets no handler in any more.
+
+    XLA would wait for their threads, and they for the interpreter.
+    """
+    if not HOST.entered:
+        return
+    for x in jax.live_arrays("cpu"):
+        with contextlib.suppress(Exception):  # a program that failed is over, too
+            x.block_until_ready()
+    before = -1
+    while HOST.threads or HOST.entered != before:
+        before = HOST.entered
+        time.sleep(QUIET_S)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import api, arrays, numpy_backend
-from cuflash.jax.ffi import Buffer, Frame, handler
+from cuflash.jax.ffi import Activity, Buffer, Frame, handler
 from cuflash.modifiers import Softcap, Window
 from cuflash.problem import Call, Layout, Problem, canonical, describe
 
@@ -126,6 +126,9 @@ def backward(options: Options, inputs: list[Any], results: list[Any], xp: Any, r
 
 
 # ---- on the host -----------------------------------------------------------------------------------------------------
+HOST = Activity()
+
+
 def host_array(buffer: Buffer, is_result: bool = False) -> np.ndarray[Any, Any]:
     """A NumPy array over memory of XLA."""
     if 0 in buffer.shape:
@@ -144,7 +147,6 @@ def host_arrays(frame: Frame) -> tuple[Options, list[Any], list[Any]]:
     return options_of(frame.attribute(b"options")), arguments, [host_array(x, is_result=True) for x in frame.results]
 
 
-@handler
 def forward_on_host(frame: Frame) -> None:
     def run(call: Call, out: Any, lse: Any) -> None:
         _, found = numpy_backend.forward(call, out)
@@ -154,7 +156,6 @@ def forward_on_host(frame: Frame) -> None:
     forward(*host_arrays(frame), np, run)
 
 
-@handler
 def backward_on_host(frame: Frame) -> None:
     def run(call: Call, out: Any, lse: Any, dout: Any, dlse: Any, to: Mapping[str, Any]) -> None:
         found = numpy_backend.backward(call, out, lse, dout, dlse)  # always in a fixed order
@@ -230,7 +231,6 @@ def on_device(frame: Frame, compute: Callable[..., None], run: Callable[..., Non
         compute(options, arguments, results, cupy, run)
 
 
-@handler
 def forward_on_device(frame: Frame) -> None:
     def run(call: Call, out: Any, lse: Any) -> None:
         api.launcher().forward(call, out, lse is not None, lse=lse)
@@ -238,7 +238,6 @@ def forward_on_device(frame: Frame) -> None:
     on_device(frame, forward, run)
 
 
-@handler
 def backward_on_device(frame: Frame) -> None:
     deterministic = options_of(frame.attribute(b"options")).deterministic
 
@@ -250,6 +249,6 @@ def backward_on_device(frame: Frame) -> None:
 
 #: the handlers of a call by the platform that XLA runs it on; they live as long as the process
 HANDLERS = {
-    "cpu": {FORWARD: forward_on_host, BACKWARD: backward_on_host},
-    "CUDA": {FORWARD: forward_on_device, BACKWARD: backward_on_device},
+    "cpu": {FORWARD: handler(forward_on_host, HOST), BACKWARD: handler(backward_on_host, HOST)},
+    "CUDA": {FORWARD: handler(forward_on_device, Activity()), BACKWARD: handler(backward_on_device, Activity())},
 }

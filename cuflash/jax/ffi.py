@@ -7,7 +7,10 @@ handler from a thread of its own choice; ctypes takes the interpreter lock for a
 from __future__ import annotations
 
 import ctypes
+import math
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -203,10 +206,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        size = self.dtype.itemsize
-        for n in self.shape:
-            size *= n
-        return size
+        return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
 class Frame:
@@ -238,7 +238,7 @@ class Frame:
         """XLA's own stream, a CUstream."""
         arguments = StreamGet(ctypes.sizeof(StreamGet), None, self.struct.ctx, None)
         self.ask("stream_get", arguments)
-        return arguments.stream or 0
+        return int(arguments.stream or 0)
 
     def allocate(self, size: int) -> int:
         """Device memory of XLA's own allocator, to be freed before the handler returns."""
@@ -247,7 +247,7 @@ class Frame:
             self.ask("device_memory_allocate", arguments)
         except RuntimeError as error:
             raise MemoryError(f"{size} bytes of workspace: {error}") from error
-        return arguments.data or 0
+        return int(arguments.data or 0)
 
     def free(self, pointer: int, size: int) -> None:
         """Give it back; what is launched already on the call's stream may still use it."""
@@ -277,7 +277,15 @@ def text_of(span: ByteSpan) -> bytes:
 
 
 # ---- handlers --------------------------------------------------------------------------------------------------------
-def handler(run: Callable[[Frame], None]) -> Any:
+@dataclass
+class Activity:
+    """Which threads are inside of a handler, and how often one was entered."""
+
+    threads: set[int] = field(default_factory=set)
+    entered: int = 0
+
+
+def handler(run: Callable[[Frame], None], activity: Activity) -> Any:
     """A function of one call as XLA takes it; whatever it raises becomes an error of XLA."""
 
     def callback(pointer: Any) -> int | None:
@@ -286,12 +294,16 @@ def handler(run: Callable[[Frame], None]) -> Any:
         if extension and extension.contents.type == METADATA:
             introduce(struct)
             return None
-        frame = Frame(struct)
+        frame, thread = Frame(struct), threading.get_ident()
+        activity.threads.add(thread)
+        activity.entered += 1
         try:
             if struct.stage == EXECUTE:
                 run(frame)
         except BaseException as error:  # noqa: BLE001 (nothing may pass through the caller's C++)
             return frame.error(error)
+        finally:
+            activity.threads.discard(thread)
         return None
 
     return Handler(callback)
