@@ -28,7 +28,9 @@ from jax.test_util import check_grads
 import cuflash
 import cuflash.jax
 from cuflash import ArgumentError, ShapeError, UnsupportedError, VersionError, numpy_backend
+from cuflash.backends import described_device
 from cuflash.jax import attention, calls, ffi, versions
+from cuflash.plan import Plan
 from tests import traced
 from tests.cases import Case
 from tests.test_import import run as run_python
@@ -352,7 +354,7 @@ XLA_ERRORS = (jax.errors.JaxRuntimeError, ValueError)  # the latter from a progr
 def test_errors_come_back_through_xla(
     monkeypatch: pytest.MonkeyPatch, direction: str, error: BaseException, code: str
 ) -> None:
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise error
 
     q, k, v = inputs()
@@ -555,15 +557,15 @@ def test_what_a_host_does_not_lend_is_refused_with_the_text_of_xla(monkeypatch: 
     """There is no stream on the host: XLA answers with an error, which is read and freed."""
     found: list[str] = []
 
-    def ask(frame: Any) -> Any:
+    def ask(frame: Any, direction: str) -> Any:
         for name, call in {"stream": lambda: frame.stream, "memory": lambda: frame.allocate(64)}.items():
             with pytest.raises((RuntimeError, MemoryError)) as caught:
                 call()
             found.append(f"{name}: {caught.value}")
-        return host_arrays(frame)
+        return host_call(frame, direction)
 
-    host_arrays = calls.host_arrays
-    monkeypatch.setattr(calls, "host_arrays", ask)
+    host_call = calls.host_call
+    monkeypatch.setattr(calls, "host_call", ask)
     jax.block_until_ready(jax.jit(attention)(*inputs()))
     assert re.search("GPU", found[0])
     assert re.search("64 bytes of workspace: .*GPU", found[1])
@@ -657,20 +659,27 @@ class PlayedLaunch:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
+    def device(self, index: int) -> Any:
+        return described_device(90)
+
     def forward(self, *given: Any, **more: Any) -> None:
         self.calls.append((*given, more))
 
-    def backward(self, *given: Any, **more: Any) -> None:
+    def backward(self, call: Any, **more: Any) -> None:
         import cupy
 
-        self.calls.append((*given, more, cupy.empty(100, np.uint8).data.ptr, cupy.empty(1 << 20, np.uint8).data.ptr))
+        self.calls.append((call, more, cupy.empty(100, np.uint8).data.ptr, cupy.empty(1 << 20, np.uint8).data.ptr))
+
+    def run(self, plan: Any, pointers: dict[str, int]) -> None:
+        self.calls.append((plan, pointers))
 
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> PlayedLaunch:
     cupy = pytest.importorskip("cupy", reason="CuPy wraps the memory, and is in the extras named cuda12 and cuda13")
     played = PlayedLaunch()
-    monkeypatch.setattr(calls.arrays, "require_gpu", lambda: None)
+    monkeypatch.setattr(calls, "require_gpu", lambda: None)
+    monkeypatch.setattr(calls, "_plans", {})
     monkeypatch.setattr(calls.api, "launcher", lambda: played)
     monkeypatch.setattr(cupy.cuda.runtime, "pointerGetAttributes", lambda pointer: SimpleNamespace(device=0))
     monkeypatch.setattr(cupy.cuda, "Device", lambda device: nullcontext())
@@ -709,8 +718,9 @@ def test_the_backward_of_a_gpu_takes_memory_of_xla_and_gives_it_back(launch: Pla
     options, xla = calls.Options.of(call.problem, True, True), PlayedXla()
     inputs = [q, k, v, bias, out, lse, dout, dlse]
     assert xla.call(calls.HANDLERS["CUDA"][calls.BACKWARD], options, inputs, results) is None
-    _, (found, *arrays, deterministic, more, small, large) = launch.calls
-    assert deterministic is True
+    _, (found, more, small, large) = launch.calls
+    assert more["deterministic"] is True
+    arrays = [more[name] for name in ("out", "lse", "dout", "dlse")]
     assert [x.data.ptr for x in arrays] == [x.ctypes.data for x in (out, lse, dout, dlse)]
     assert [x.shape for x in (found.k, found.v, *arrays)] == [
         (3, 2, 7, 8), (3, 2, 7, 6), (3, 4, 5, 6), (3, 4, 5), (3, 4, 5, 6), (3, 4, 5)
@@ -724,11 +734,50 @@ def test_the_backward_of_a_gpu_takes_memory_of_xla_and_gives_it_back(launch: Pla
     assert xla.alignments == {16}  # the largest that XLA takes
 
 
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_calls_like_one_before_go_straight_to_the_launch(launch: PlayedLaunch, with_lse: bool) -> None:
+    """With the addresses of this call under the names of the kernels' fields, and workspace of the plan's sizes."""
+    for _ in range(2):  # at other addresses the second time
+        q, k, v, out, dout, dq = (np.zeros((2, 2, 64, 16), np.float16) for _ in range(6))
+        lse, dlse = (np.zeros((2, 2, 64), np.float32) for _ in range(2))
+        given = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "out": out,
+            "lse": lse,
+            "dout": dout,
+            "dlse": dlse,
+            "dq": dq,
+            "dk": k.copy(),
+            "dv": v.copy(),
+        }
+        call, xla = cuflash.problem.describe(q, k, v, causal=True), PlayedXla()
+        for direction in (calls.FORWARD, calls.BACKWARD):
+            options = calls.Options.of(call.problem, with_lse, None)
+            names = options.names(direction)
+            results = ("out", "lse") if direction == calls.FORWARD else ("dq", "dk", "dv")
+            inputs, to = ([given[n] for n in names if (n in results) is is_result] for is_result in (False, True))
+            xla.taken.clear()
+            launch.calls.clear()
+            assert xla.call(calls.HANDLERS["CUDA"][direction], options, inputs, to) is None
+            stream, (plan, pointers, *_) = launch.calls
+        if isinstance(plan, Plan):
+            workspace = {name: pointers.pop(name) for name in plan.workspace()}
+            assert pointers == {name: given[name].ctypes.data for name in names}
+            assert [xla.taken[address] for address in workspace.values()] == list(plan.workspace().values())
+            assert workspace
+            assert stream == xla.STREAM
+            assert sorted(xla.freed[-len(workspace) :]) == sorted(xla.taken.items())
+    assert len(calls._plans) == 2
+    assert isinstance(plan, Plan)
+
+
 def test_the_memory_of_a_call_that_fails_is_given_back(launch: PlayedLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
     backward = launch.backward
 
-    def fail(*given: Any, **more: Any) -> None:
-        backward(*given, **more)
+    def fail(call: Any, **more: Any) -> None:
+        backward(call, **more)
         raise UnsupportedError("no GPU backend takes this call")
 
     launch.backward = fail  # type: ignore[method-assign]

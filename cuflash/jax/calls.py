@@ -8,8 +8,7 @@ in front of arrays, of length 1 for those that do not vary: these are broadcast 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from types import SimpleNamespace
@@ -17,12 +16,23 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import api, arrays, numpy_backend
+from cuflash import api, numpy_backend
+from cuflash.arrays import require_gpu
 from cuflash.jax.ffi import Activity, Buffer, Frame, handler
 from cuflash.modifiers import Softcap, Window
+from cuflash.plan import (
+    Plan,
+    backward_arrays,
+    forward_arrays,
+    is_mergeable,
+    places_of,
+    plan_backward,
+    plan_forward,
+)
 from cuflash.problem import Call, Layout, Problem, canonical, describe
 
 FORWARD, BACKWARD = "cuflash_forward", "cuflash_backward"  # names of the calls in a compiled program
+MAX_PLANS = 4096
 
 
 @dataclass(frozen=True)
@@ -61,13 +71,15 @@ class Options:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the arrays that the call begins with."""
+        """Names of the arrays that every call begins with."""
         return ("q", "k", "v", *(("mask",) if self.masked else ()), *(("bias",) if self.biased else ()))
 
-    @property
-    def gradients(self) -> tuple[str, ...]:
-        """Names of the backward's results."""
-        return ("dq", "dk", "dv", *(("dbias",) if self.biased else ()))
+    def names(self, direction: str) -> tuple[str, ...]:
+        """Names of a call's arguments, then of its results."""
+        if direction == FORWARD:
+            return (*self.inputs, "out", *(("lse",) if self.with_lse else ()))
+        cotangents = ("dout", *(("dlse",) if self.with_lse else ()))
+        return (*self.inputs, "out", "lse", *cotangents, "dq", "dk", "dv", *(("dbias",) if self.biased else ()))
 
     def describe(self, given: Mapping[str, Any]) -> Call:
         """The call of these arrays."""
@@ -91,38 +103,29 @@ def options_of(text: bytes) -> Options:
     return Options(window=None if window is None else tuple(window), **fields)
 
 
-# ---- the steps that the host and a GPU share -------------------------------------------------------------------------
-def spread(x: Any, batch: tuple[int, ...], inner: int, broadcast_to: Callable[..., Any]) -> Any:
-    """The array with all batch axes of the call in front of its last `inner` axes."""
-    shape = (*batch, *x.shape[x.ndim - inner :])
-    return x if x.shape == shape else broadcast_to(x, shape)
+# ---- what the host and a GPU share -----------------------------------------------------------------------------------
+AXES = {"q": 3, "k": 3, "v": 3, "out": 3, "dout": 3, "lse": 2, "dlse": 2}  # behind those of the batch, of what is read
 
 
-def forward(options: Options, inputs: list[Any], results: list[Any], xp: Any, run: Callable[..., None]) -> None:
-    """Describe a forward, and have it written: ``run(call, out, lse or None)``."""
-    given = dict(zip(options.inputs, inputs, strict=True))
-    batch = results[0].shape[:-3]
-    given |= {name: spread(given[name], batch, 3, xp.broadcast_to) for name in "qkv"}
-    call = options.describe(given)
-    run(call, canonical(results[0], call.problem.layout), results[1] if options.with_lse else None)
+def described(options: Options, given: Mapping[str, Any], xp: Any) -> tuple[Call, dict[str, Any]]:
+    """The call of all arrays by name, and those that are none of its own, with the axes (*batch, heads, seq, dim)."""
+    result = "dq" if "dq" in given else "out"
+    batch = given[result].shape[:-3]  # results vary along all axes that an argument varies along
+    arrays = dict(given)
+    for name, x in given.items():
+        if name in AXES:
+            arrays[name] = spread(x, (*batch, *x.shape[x.ndim - AXES[name] :]), xp)
+    if "dbias" in given:
+        arrays["bias"] = spread(given["bias"], given["dbias"].shape, xp)
+    call = options.describe(arrays)
+    others = {name: x for name, x in arrays.items() if name not in options.inputs}
+    for name in others.keys() & {"out", "dout", "dq", "dk", "dv"}:
+        others[name] = canonical(others[name], call.problem.layout)
+    return call, others
 
 
-def backward(options: Options, inputs: list[Any], results: list[Any], xp: Any, run: Callable[..., None]) -> None:
-    """Describe a backward, and have it written: ``run(call, out, lse, dout, dlse or None, gradients by name)``."""
-    names = (*options.inputs, "out", "lse", "dout", *(("dlse",) if options.with_lse else ()))
-    given = dict(zip(names, inputs, strict=True))
-    to = dict(zip(options.gradients, results, strict=True))
-    batch = to["dq"].shape[:-3]
-    axes = {"q": 3, "k": 3, "v": 3, "out": 3, "dout": 3, "lse": 2, "dlse": 2}
-    given |= {name: spread(x, batch, axes[name], xp.broadcast_to) for name, x in given.items() if name in axes}
-    if options.biased and given["bias"].shape != to["dbias"].shape:
-        given["bias"] = xp.broadcast_to(given["bias"], to["dbias"].shape)
-    call = options.describe(given)
-    layout = call.problem.layout
-    out, dout = (canonical(given[name], layout) for name in ("out", "dout"))
-    # dbias has the axes of the scores already, whichever layout the others have
-    gradients = {name: x if name == "dbias" else canonical(x, layout) for name, x in to.items()}
-    run(call, out, given["lse"], dout, given.get("dlse"), gradients)
+def spread(x: Any, shape: tuple[int, ...], xp: Any) -> Any:
+    return x if x.shape == shape else xp.broadcast_to(x, shape)
 
 
 # ---- on the host -----------------------------------------------------------------------------------------------------
@@ -142,27 +145,25 @@ def host_array(buffer: Buffer, is_result: bool = False) -> np.ndarray[Any, Any]:
     return np.asarray(SimpleNamespace(__array_interface__=interface)).view(buffer.dtype)
 
 
-def host_arrays(frame: Frame) -> tuple[Options, list[Any], list[Any]]:
-    arguments = [host_array(x) for x in frame.arguments]
-    return options_of(frame.attribute(b"options")), arguments, [host_array(x, is_result=True) for x in frame.results]
+def host_call(frame: Frame, direction: str) -> tuple[Call, dict[str, Any]]:
+    options = options_of(frame.attribute(b"options"))
+    arrays = [*map(host_array, frame.arguments), *(host_array(x, is_result=True) for x in frame.results)]
+    return described(options, dict(zip(options.names(direction), arrays, strict=True)), np)
 
 
 def forward_on_host(frame: Frame) -> None:
-    def run(call: Call, out: Any, lse: Any) -> None:
-        _, found = numpy_backend.forward(call, out)
-        if lse is not None:
-            lse[...] = found
-
-    forward(*host_arrays(frame), np, run)
+    call, to = host_call(frame, FORWARD)
+    _, lse = numpy_backend.forward(call, to["out"])
+    if "lse" in to:
+        to["lse"][...] = lse
 
 
 def backward_on_host(frame: Frame) -> None:
-    def run(call: Call, out: Any, lse: Any, dout: Any, dlse: Any, to: Mapping[str, Any]) -> None:
-        found = numpy_backend.backward(call, out, lse, dout, dlse)  # always in a fixed order
-        for name, x in to.items():
-            x[...] = getattr(found, name)
-
-    backward(*host_arrays(frame), np, run)
+    call, arrays = host_call(frame, BACKWARD)
+    given = {name: arrays.pop(name, None) for name in ("out", "lse", "dout", "dlse")}
+    found = numpy_backend.backward(call, **given)  # always in a fixed order
+    for name, x in arrays.items():
+        x[...] = getattr(found, name)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
@@ -184,67 +185,96 @@ def stream_of(pointer: int) -> Any:
     return cupy.cuda.Stream.from_external(XlaStream(pointer))
 
 
-@contextmanager
-def workspace(frame: Frame, device: int) -> Iterator[None]:
-    """Whatever this thread has CuPy allocate inside is XLA's memory, given back at the end.
+class Workspace:
+    """Memory of XLA's allocator for one call.
 
-    Launches that were queued by then may still use it: XLA gives it to what is queued after them.
+    What was launched by the end of it may still use the memory: XLA gives it to what is queued after that.
     """
-    import cupy
 
-    taken: list[tuple[int, int]] = []
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.taken: list[tuple[int, int]] = []
 
-    def allocate(size: int) -> Any:
-        pointer = frame.allocate(size) if size else 0
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for pointer, size in self.taken:
+            self.frame.free(pointer, size)
+
+    def take(self, size: int) -> int:
+        """Address of so many bytes."""
+        pointer = self.frame.allocate(size) if size else 0
         if pointer:
-            taken.append((pointer, size))
-        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(pointer, size, None, device), 0)
-
-    try:
-        with cupy.cuda.using_allocator(allocate):
-            yield
-    finally:
-        for pointer, size in taken:
-            frame.free(pointer, size)
+            self.taken.append((pointer, size))
+        return pointer
 
 
-def device_array(buffer: Buffer, device: int) -> Any:
-    """A CuPy array over memory of XLA."""
+def memory_at(pointer: int, size: int, device: int) -> Any:
+    """Memory of XLA as CuPy has it."""
     import cupy
 
-    memory = cupy.cuda.UnownedMemory(buffer.pointer, buffer.nbytes, None, device)
-    return cupy.ndarray(buffer.shape, buffer.dtype, cupy.cuda.MemoryPointer(memory, 0))
+    return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(pointer, size, None, device), 0)
 
 
-def on_device(frame: Frame, compute: Callable[..., None], run: Callable[..., None]) -> None:
-    """Compute a call on XLA's stream and device."""
-    options = options_of(frame.attribute(b"options"))
-    written = [x.pointer for x in frame.results if x.nbytes]
-    if not written:
+_plans: dict[Any, Plan] = {}  # of calls like those that ran before
+
+
+def on_device(frame: Frame, direction: str) -> None:
+    """Launch a call on XLA's stream and device."""
+    text, buffers = frame.attribute(b"options"), (*frame.arguments, *frame.results)
+    written = next((x.pointer for x in frame.results if x.nbytes), None)
+    if written is None:
         return
-    arrays.require_gpu()
+    require_gpu()
     import cupy
 
-    device = cupy.cuda.runtime.pointerGetAttributes(written[0]).device
-    with cupy.cuda.Device(device), stream_of(frame.stream), workspace(frame, device):
-        arguments, results = ([device_array(x, device) for x in them] for them in (frame.arguments, frame.results))
-        compute(options, arguments, results, cupy, run)
+    device = cupy.cuda.runtime.pointerGetAttributes(written).device
+    key = (direction, text, device, *((x.shape, x.dtype, x.pointer % 16) for x in buffers))
+    plan, options = _plans.get(key), options_of(text)
+    names = options.names(direction)
+    with cupy.cuda.Device(device), stream_of(frame.stream), Workspace(frame) as workspace:
+        if plan is not None:
+            pointers = {name: x.pointer for name, x in zip(names, buffers, strict=True)}
+            needed = {name: workspace.take(size) for name, size in plan.workspace().items()}
+            api.launcher().run(plan, pointers | needed)
+            return
+        # Whatever this thread has CuPy allocate is XLA's memory, too.
+        with cupy.cuda.using_allocator(lambda size: memory_at(workspace.take(size), size, device)):
+            wrapped = (cupy.ndarray(x.shape, x.dtype, memory_at(x.pointer, x.nbytes, device)) for x in buffers)
+            call, others = described(options, dict(zip(names, wrapped, strict=True)), cupy)
+            plan = launched(call, others, options.deterministic, device)
+    if plan is not None:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+
+
+def launched(call: Call, others: dict[str, Any], deterministic: bool | None, device: int) -> Plan | None:
+    """Launch a call; returns its plan if a call like it needs nothing else: no copies, and no sum behind the kernels."""
+    launch = api.launcher()
+    if "dq" not in others:
+        launch.forward(call, others["out"], "lse" in others, lse=others.get("lse"))
+        taken = forward_arrays(call, others["out"], others.get("lse"))
+    else:
+        given = {name: others.get(name) for name in ("out", "lse", "dout", "dlse")}
+        gradients = {name: x for name, x in others.items() if name not in given}
+        launch.backward(call, **given, deterministic=deterministic, to=gradients)
+        taken = backward_arrays(call, **given, **gradients)
+    if "dbias" in others or not is_mergeable(call.problem, taken):
+        return None
+    at = launch.device(device), places_of(call.problem, taken)
+    if "dq" in others:
+        return plan_backward(call.problem, *at, bool(deterministic), None)
+    return plan_forward(call.problem, *at, None)
 
 
 def forward_on_device(frame: Frame) -> None:
-    def run(call: Call, out: Any, lse: Any) -> None:
-        api.launcher().forward(call, out, lse is not None, lse=lse)
-
-    on_device(frame, forward, run)
+    on_device(frame, FORWARD)
 
 
 def backward_on_device(frame: Frame) -> None:
-    deterministic = options_of(frame.attribute(b"options")).deterministic
-
-    def run(call: Call, out: Any, lse: Any, dout: Any, dlse: Any, to: Mapping[str, Any]) -> None:
-        api.launcher().backward(call, out, lse, dout, dlse, deterministic, to=to)
-
-    on_device(frame, backward, run)
+    on_device(frame, BACKWARD)
 
 
 #: the handlers of a call by the platform that XLA runs it on; they live as long as the process
