@@ -193,6 +193,16 @@ def test_vmap_of_other_axes_and_twice() -> None:
     np.testing.assert_allclose(rows[2], cuflash.attention(q[2], k[0], v[0]), atol=1e-6)
 
 
+def test_vmap_four_times() -> None:
+    q, k, v = numbers((2, 3, 2, 5, 8)), numbers((3, 2, 1, 7, 8)), numbers((3, 2, 1, 7, 6))
+    step = attention
+    for axes in ((None, 0, 0), (0, None, None), (None, 0, 0), (0, None, None)):
+        step = jax.vmap(step, in_axes=axes)
+    got = step(q, k, v)
+    for a, b, c, d in np.ndindex(2, 3, 3, 2):
+        np.testing.assert_allclose(got[a, b, c, d], cuflash.attention(q[a, c], k[b, d], v[b, d]), atol=1e-6)
+
+
 def test_a_jacobian() -> None:
     """Its rows are a vmap over gradients of the output alone."""
     q, k, v = (numbers(shape) for shape in ((1, 2, 3), (1, 4, 3), (1, 4, 2)))

@@ -128,6 +128,26 @@ def test_vmap_of_gradients(mapped: str) -> None:
         jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, atol=1e-3, rtol=1e-4), found, want)
 
 
+def test_vmap_four_times() -> None:
+    """Axes that q and k have in turn cannot be merged to those that kernels walk over: such arrays are copied."""
+    q, k, bias = numbers((2, 3, 2, 33, 64)), numbers((3, 2, 1, 33, 64)), numbers((2, 33, 33))
+
+    def step(q: Any, k: Any, bias: Any) -> Any:
+        out, lse = attention(q, k, k, bias=bias, return_lse=True)
+        return (out**2).sum() + lse.sum()
+
+    step = jax.value_and_grad(step, (0, 1, 2))
+    nested = jax.vmap(
+        jax.vmap(jax.vmap(jax.vmap(step, (None, 0, None)), (0, None, None)), (None, 0, None)), (0, None, None)
+    )
+    found = jax.jit(nested)(q, k, bias)
+    for a, b, c, d in np.ndindex(2, 3, 3, 2):
+        want = step(q[a, c], k[b, d], bias)
+        jax.tree.map(
+            lambda x, y, at=(a, b, c, d): np.testing.assert_allclose(x[at], y, atol=1e-3, rtol=1e-4), found, want
+        )
+
+
 def test_a_row_that_sees_no_key() -> None:
     mask = np.ones((70, 70), bool)
     mask[2] = False
