@@ -73,7 +73,8 @@ def speed(session: Any) -> None:
         shape = Shape(batch, 16, 16, seq, seq, 128, 128)
         if time.perf_counter() - started > LIMIT_S:
             session.add("jax", "cuflash", **sizes(shape, causal), failure=f"left out: {LIMIT_S} s are over")
-        else:
+            continue
+        with session.part("jax", "cuflash", **sizes(shape, causal)):
             measure(session, "jax", shape, causal, tuple(SYSTEMS), started + LIMIT_S)
 
 
@@ -81,34 +82,34 @@ def processor(session: Any) -> None:
     """The same on the host, where cuDNN has no part in it."""
     jax = load()
     seq = 256 if session.quick else 2048
-    with jax.default_device(jax.devices("cpu")[0]):
-        shape = Shape(1, 8, 8, seq, seq, 64, 64)
+    shape = Shape(1, 8, 8, seq, seq, 64, 64)
+    with session.part("jax processor", "cuflash", **sizes(shape, True)), jax.default_device(jax.devices("cpu")[0]):
         measure(session, "jax processor", shape, True, ("cuflash", "xla"), time.perf_counter() + LIMIT_S)
         masked_rows(session, ("cuflash", "xla"))
 
 
 def small_calls(session: Any) -> None:
     """Host time of a small call: what one more call in a program costs where the device has little to do."""
-    jax = load()
-    q, k, v, _ = arrays_of(Shape(1, 4, 4, 64, 64, 64, 64))
     calls: dict[str, Call] = {}
     for system in SYSTEMS:
         with session.part("jax host", system):
-            function = jax.jit(attention(system, True))
-            jax.block_until_ready(function(q, k, v))
+            q, k, v, _ = arrays_of(Shape(1, 4, 4, 64, 64, 64, 64))
+            function = load().jit(attention(system, True))
+            load().block_until_ready(function(q, k, v))
             calls[system] = functools.partial(function, q, k, v)
-    for system, ms in rotate(calls, session.rounds).items():
-        session.add("jax host", system, us=1e3 * ms)
+    with session.part("jax host", "cuflash"):
+        for system, ms in rotate(calls, session.rounds).items():
+            session.add("jax host", system, us=1e3 * ms)
 
 
 def masked_rows(session: Any, systems: tuple[str, ...] = tuple(SYSTEMS)) -> None:
     """What a row becomes that sees no key, and its gradient."""
-    jax = load()
-    q, k, v, dout = arrays_of(Shape(1, 4, 4, 256, 256, 128, 128))
     mask = np.ones((1, 1, 256, 256), bool)
     mask[..., 3, :] = False
     for system in systems:
         with session.part("jax masked rows", system):
+            jax = load()
+            q, k, v, dout = arrays_of(Shape(1, 4, 4, 256, 256, 128, 128))
             out, vjp = jax.vjp(jax.jit(attention(system, False, mask=jax.numpy.asarray(mask))), q, k, v)
             dq, dk, dv = vjp(dout)
             values: Row = {"out": largest(out[:, 3]), "dq": largest(dq[:, 3])}
