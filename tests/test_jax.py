@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import doctest
 import gc
+import inspect
 import os
 import re
 import subprocess
@@ -798,6 +799,16 @@ def test_the_memory_of_a_call_that_fails_is_given_back(launch: PlayedLaunch, mon
     assert xla.errors == [("cuflash: UnsupportedError: no GPU backend takes this call", 12)]
     assert sorted(xla.freed) == sorted(xla.taken.items())
     assert len(xla.freed) == 2
+
+
+def test_every_parameter_is_documented() -> None:
+    text = inspect.getdoc(attention) or ""
+    listed = text.partition("\nParameters\n")[2].partition("\nReturns\n")[0]
+    documented = {name for line in listed.splitlines() if not line.startswith(" ") for name in line.split(", ")}
+    assert set(inspect.signature(attention).parameters) <= documented
+    plain = inspect.signature(cuflash.attention).parameters
+    shared = inspect.signature(attention).parameters.keys() & plain.keys()
+    assert all(inspect.signature(attention).parameters[name] == plain[name] for name in shared)
 
 
 def test_the_documentation_is_true() -> None:
