@@ -11,7 +11,7 @@ from cuflash.api import (
     explain,
 )
 from cuflash.decode import attention_decode
-from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError
+from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError, VersionError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
 from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
@@ -33,6 +33,7 @@ __all__ = [
     "ShapeError",
     "Statistics",
     "UnsupportedError",
+    "VersionError",
     "__version__",
     "attention",
     "attention_backward",

@@ -6,6 +6,7 @@
     python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
     python scripts/bench.py --suite packed --peers torch --out scripts/results/h200-packed.json
     python scripts/bench.py --suite decode --peers torch --out scripts/results/h200-decode.json
+    python scripts/bench.py --suite jax --out scripts/results/h200-jax.json
 
 Times on the GPU are sustained ones: batches of calls back to back, by the host's clock from one idle device to the
 next.  Every system gets the same data, and what cuflash computes is compared with a peer once per shape: a kernel that
@@ -40,7 +41,7 @@ from cuflash.cli import bench, text
 from cuflash.cli.machine import stamp, this_machine
 from cuflash.cli.measure import Clock
 from cuflash.cli.shape import Shape
-from scripts import bench_decode
+from scripts import bench_decode, bench_jax
 
 Array = Any
 Call = Callable[[], Any]
@@ -133,11 +134,14 @@ def main() -> int:
             import torch
 
             result["versions"] |= {"torch": torch.__version__, "cudnn": str(torch.backends.cudnn.version())}
+    if arguments.suite == "jax":
+        with contextlib.suppress(ImportError):
+            result["versions"] |= bench_jax.versions()
     result["seconds"] = round(time.perf_counter() - started, 1)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"\n{arguments.out}: {len(session.rows)} rows in {result['seconds']} s\n")
-    print(summary(session.rows))
+    print("\n".join(filter(None, (bench_jax.summary(session.rows), summary(session.rows)))))
     return 0
 
 
@@ -754,6 +758,7 @@ SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[S
     "sparse": ((sparse,), (sparse_processor,)),
     "packed": ((packed,), (packed_processor,)),
     "decode": (bench_decode.SUITE, ()),
+    "jax": (bench_jax.SUITE, bench_jax.PROCESSOR),
 }
 
 

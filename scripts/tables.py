@@ -42,6 +42,7 @@ SYSTEMS = {
     "torch-math": "plain, float64",
     "torch": "PyTorch",
     "plain": "plain NumPy",
+    "xla": "XLA",
 }
 
 
@@ -87,7 +88,7 @@ def table(path: Path, topic: str) -> str:
 def source(path: Path, result: dict[str, Any], on_gpu: bool) -> str:
     """Where, when and how the figures were measured."""
     device = f"{result['gpu']}, driver {result['driver']}" if on_gpu else result["processor"]
-    names = ("cuflash", "numpy", *(("cupy", "nvrtc", "torch", "cudnn") if on_gpu else ()), "onnx")
+    names = ("cuflash", "numpy", *(("cupy", "nvrtc", "torch", "jax", "cudnn") if on_gpu else ()), "onnx")
     versions = ", ".join(f"{n} {result['versions'][n]}" for n in names if n in result["versions"])
     return f"<sub>{device}; {versions}; {result['date']}; `scripts/results/{path.name}`, by `{result['command']}`</sub>"
 
@@ -373,6 +374,12 @@ def onnx(rows: list[Row]) -> str:
     return markdown(header, lines, left=1)
 
 
+def masked_rows(rows: list[Row]) -> str:
+    """What systems make of a row that sees no key."""
+    lines = [(name(row), f"{row['out']:.2g}", f"{row['dq']:.2g}", "yes" if row["finite"] else "no") for row in rows]
+    return markdown(("a row that sees no key", "output", "gradient of the query", "all finite"), lines, left=1)
+
+
 TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "decode": decode,
     "speed": speed,
@@ -388,6 +395,9 @@ TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "packed processor": packed,
     "onnx": onnx,
     "onnx processor": onnx,
+    "jax": speed,
+    "jax processor": speed,
+    "jax masked rows": masked_rows,
 }
 
 
