@@ -14,7 +14,7 @@ from cuflash.decode import attention_decode
 from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError, VersionError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, MaskModifier, ScoreModifier
 from cuflash.picture import draw_attention, draw_costs, draw_recurrence, draw_tiles
 from cuflash.statistics import Statistics
 from cuflash.union import merge, merge_backward, merge_vjp
@@ -30,6 +30,8 @@ __all__ = [
     "Documents",
     "Explanation",
     "KeyLengths",
+    "MaskModifier",
+    "ScoreModifier",
     "ShapeError",
     "Statistics",
     "UnsupportedError",

@@ -14,7 +14,8 @@ from cuflash import arrays, backends, numpy_backend
 from cuflash.arrays import Home
 from cuflash.errors import ArgumentError, UnsupportedError
 from cuflash.explanation import Explanation
-from cuflash.modifiers import Modifier
+from cuflash.gradients import gradients_type
+from cuflash.modifiers import Modifier, Written
 from cuflash.problem import (
     MAX_SEQ,
     Call,
@@ -78,6 +79,7 @@ def attention(
         Positive c: a scaled logit s becomes c·tanh(s/c).
     modifiers
         `ALiBi(slopes)`, `KeyLengths(lengths)`, `Documents(ids_q, ids_k)`, `BlockMask(blocks, size)`; at most one of each.
+        `ScoreModifier(expression)` and `MaskModifier(expression)` say what else you want; as many as you like.
     layout
         "bhsd" is the order of axes above; "bshd" has seq before heads in q, k, v and out.
     return_lse
@@ -111,7 +113,7 @@ def attention(
 
     Notes
     -----
-    Order of operations: scale, softcap, modifiers of the score, bias, all that hides keys, softmax.  Equal calls on one
+    Order of operations: scale, softcap, ALiBi, each `ScoreModifier` as given, bias, all that hides keys, softmax.  Equal calls on one
     device give equal bits.  Algorithm: Dao et al., arXiv:2205.14135, and Dao, arXiv:2307.08691.
 
     Examples
@@ -187,7 +189,8 @@ def attention_backward(
     Returns
     -------
     Gradients
-        A named tuple (dq, dk, dv), then dbias if there is a bias: each of the shape and dtype of its argument.
+        A named tuple (dq, dk, dv), then those that a `ScoreModifier` was asked for by name, then dbias if there is a bias:
+        each of the shape and dtype of its argument.
 
     Raises
     ------
@@ -195,7 +198,8 @@ def attention_backward(
         As for `attention`, and for a dout, out, lse or dlse that does not belong to the call.
     UnsupportedError
         As for `attention`; on a GPU also for deterministic=True with a bias that is broadcast, because dbias is then a sum
-        over blocks that arrive in any order.  A bias of the scores' full shape is taken.
+        over blocks that arrive in any order.  A bias of the scores' full shape is taken.  So it is with a `ScoreModifier`'s
+        gradients.
 
     Notes
     -----
@@ -902,6 +906,11 @@ def give_gradients(gradients: Any, home: Home, call: Call, native: Mapping[str, 
     """The backend's gradients in the shapes of their arguments, as the caller's kind."""
     layout = call.problem.layout
     shaped = {f"d{name}": canonical(getattr(gradients, f"d{name}"), layout) for name in "qkv"}
-    if "bias" in native:
-        shaped["dbias"] = gradients.dbias.reshape(native["bias"].shape)
-    return gradients._replace(**{name: home.give(x) for name, x in shaped.items()})
+    for m in call.problem.modifiers:
+        if isinstance(m, Written):
+            found = {name: getattr(gradients, f"d{name}") for name in m.differentiable}
+            shaped |= {f"d{name}": m.gradient(name, found) for name in m.gradients}
+        elif "bias" in m.differentiable:
+            shaped["dbias"] = gradients.dbias.reshape(native["bias"].shape)
+    kind = gradients_type(tuple(name.removeprefix("d") for name in list(shaped)[3:]))
+    return kind(**{name: home.give(x) for name, x in shaped.items()})

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from cuflash.errors import ArgumentError, ShapeError, UnsupportedError
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Modifier, Packed
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Modifier, Packed, Written
 from cuflash.modifiers.base import device_of
-from cuflash.problem import DTYPES, OPERANDS, user_modifiers
+from cuflash.problem import DTYPES, operand_title, user_modifiers
 
 # DLDeviceType of dlpack.h
 HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
@@ -238,7 +238,7 @@ def check_out(out: Any, home: Home, inputs: Mapping[str, Any]) -> None:
         if overlaps(out, x):
             (a, b), (c, d) = extent(out), extent(x)
             raise ArgumentError(
-                f"out overlaps {OPERANDS.get(name, name)}: bytes [{a:#x}, {b:#x}) and [{c:#x}, {d:#x}); pass an array "
+                f"out overlaps {operand_title(name)}: bytes [{a:#x}, {b:#x}) and [{c:#x}, {d:#x}); pass an array "
                 "of its own memory, or none"
             )
 
@@ -309,6 +309,8 @@ def native_modifiers(modifiers: Any, home: Home, dtype: str, seq_k: int) -> tupl
             m = replace(m, ids_q=native_ids("ids_q", m, home), ids_k=native_ids("ids_k", m, home))
         elif isinstance(m, BlockMask):
             m = replace(m, blocks=native_blocks(m, home))
+        elif isinstance(m, Written):
+            m = m.with_arrays({name: native_operand(m, name, home, accumulator) for name in m.named_arrays()})
         chain.append(m)
     return tuple(chain)
 
@@ -365,6 +367,24 @@ def native_blocks(modifier: BlockMask, home: Home) -> Any:
     if x.dtype != bool:
         raise ArgumentError(f"{name} has dtype {x.dtype}: must be bool (True = visible); convert it with astype")
     return placed(modifier, x, home) if isinstance(x, np.ndarray) else x
+
+
+def native_operand(modifier: Written, name: str, home: Home, accumulator: str) -> Any:
+    """One array of an expression: real numbers as the sums' dtype, whole ones as int32, bool as it is."""
+    given, title = modifier.given[name], f"{name} of {modifier.title}"
+    x = modifier_array(title, given.value, home)
+    if given.type == "real":
+        with device_of(x):
+            x = x.astype(accumulator, copy=False)
+    elif given.type == "int" and x.dtype != np.int32:
+        if not isinstance(x, np.ndarray):
+            raise ArgumentError(f"{title} has dtype {x.dtype}: must be int32 on a device; convert it with astype")
+        limits = np.iinfo(np.int32)
+        if x.size and (x.min() < limits.min or x.max() > limits.max):
+            wrong = x[(x < limits.min) | (x > limits.max)].flat[0]
+            raise ArgumentError(f"{title} contains {wrong}: each must fit in int32")
+        x = x.astype(np.int32)
+    return placed(modifier, x, home, name) if isinstance(x, np.ndarray) else x
 
 
 def native_packed(

@@ -125,8 +125,11 @@ def scores_of(call: Call, keys: Any, row: int) -> tuple[NDArray[Any], NDArray[np
 
 def operands_of(call: Call, part: slice) -> Mapping[str, NDArray[Any]]:
     """The modifiers' arrays on the host, those with an entry for each query cut to one row, which is broadcast."""
-    seq_q = call.problem.seq_q
-    return {name: on_host(x[..., part, :] if x.shape[-2] == seq_q else x) for name, x in call.operands.items()}
+    seq_q, tables = call.problem.seq_q, {name for m in call.problem.modifiers for name in m.tables}
+    return {
+        name: on_host(x[..., part, :] if x.shape[-2] == seq_q and name not in tables else x)
+        for name, x in call.operands.items()
+    }
 
 
 def on_host(x: Any) -> NDArray[Any]:

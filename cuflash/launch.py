@@ -195,7 +195,8 @@ def backward(
         plan = plan_backward(problem, device(call.q.data.device_id), places, bool(deterministic), requested)
         workspace = {name: cupy.empty(size, cupy.uint8) for name, size in plan.workspace().items()}
         run(plan, pointers_of({**arrays, **workspace}))
-        summed = [sum_to(arrays[f"d{n}"], call.operands[n].shape).astype(problem.dtype, copy=False) for n in operands]
+        like = {n: call.operands[n] for n in operands}
+        summed = [sum_to(arrays[f"d{n}"], x.shape).astype(x.dtype, copy=False) for n, x in like.items()]
         found = gradients_type(operands)(*(arrays[name] for name in gradients), *summed)
         for name, target in given.items():
             if getattr(found, name) is not target:

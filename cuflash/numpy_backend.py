@@ -309,10 +309,11 @@ def backward_rows(
         ds -= delta
         ds *= p
         hide(ds, seen, 0)
-        for modifier, slope in reversed(slopes):
-            for name in modifier.differentiable:  # such an operand is added to the scores, so its slope is 1
-                part = sums[name][tile.window(sums[name])]
-                part += sum_to(ds, part.shape)
+        for modifier, slope, partials in reversed(slopes):
+            for name in modifier.differentiable:
+                partial = partials[name]
+                terms = ds if partial is None else np.where(ds == 0, 0, ds * partial)
+                modifier.add_gradient(name, terms, sums[name], tile)
             if slope is not None:
                 ds *= slope
                 hide(ds, seen, 0)
@@ -323,13 +324,17 @@ def backward_rows(
     return dq
 
 
-def scores(chunk: Chunk, q: Array, tile: Tile, seen: Seen) -> tuple[Array, list[tuple[Modifier, Array | None]]]:
-    """Scores of one tile, −∞ where hidden, and each score modifier with its derivative (None is 1)."""
+Derivatives = list[tuple[Modifier, Array | None, dict[str, Array | None]]]
+
+
+def scores(chunk: Chunk, q: Array, tile: Tile, seen: Seen) -> tuple[Array, Derivatives]:
+    """Scores of one tile, −∞ where hidden, and each score modifier with its derivatives (None is 1): by the score, by operands."""
     s = chunk.spread(np.matmul(chunk.stack(q), chunk.k[..., tile.columns, :].swapaxes(-1, -2)))
-    slopes: list[tuple[Modifier, Array | None]] = []
+    slopes: Derivatives = []
     for modifier in tile.problem.modifiers:
         if modifier.kind == "score":
-            slopes.append((modifier, modifier.slope(s, tile)))
+            partials = {name: modifier.partial(name, s, tile) for name in modifier.differentiable}
+            slopes.append((modifier, modifier.slope(s, tile), partials))
             s = modifier.apply(s, tile)
     hide(s, seen, -np.inf)
     return s, slopes
@@ -378,7 +383,7 @@ class Chunk:
     def tiles(self, rows: slice) -> Iterator[tuple[Tile, Seen]]:
         """The tiles in which some query of `rows` sees some key, in the order of the keys."""
         problem = self.problem
-        tile = Tile(problem, self.operands, rows, slice(0, problem.seq_k))
+        tile = Tile(problem, self.operands, rows, slice(0, problem.seq_k), self.queries)
         begin = np.zeros((rows.stop - rows.start, 1), np.int64)
         end = np.full_like(begin, problem.seq_k)
         for modifier in problem.modifiers:
@@ -391,7 +396,7 @@ class Chunk:
         masks = [modifier for modifier in problem.modifiers if modifier.kind == "mask"]
         glancing = [modifier for modifier in masks if modifier.knows_tiles()]
         for columns in self.spans(int(begin[some].min()), int(end[some].max()), rows, glancing):
-            tile = Tile(problem, self.operands, rows, columns)
+            tile = Tile(problem, self.operands, rows, columns, self.queries)
             tested = [modifier for modifier in masks if not modifier.tile_is_clear(tile)]
             seen: Seen = None
             if tested or begin.max() > columns.start or end.min() < columns.stop:
@@ -523,10 +528,3 @@ def hide(x: Array, seen: Seen, value: float) -> None:
 
 def transpose(x: Any) -> Any:
     return None if x is None else x.swapaxes(-1, -2)
-
-
-def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
-    """Sum over the axes that were broadcast from length 1: the gradient of broadcasting."""
-    axes = tuple(axis for axis, n in enumerate(shape) if n == 1 and x.shape[axis] != 1)
-    total: Array = x.sum(axis=axes, keepdims=True) if axes else x
-    return total

@@ -19,7 +19,7 @@ from cuflash.errors import UnsupportedError
 from cuflash.gradients import differentiable_operands
 from cuflash.modifiers import REGISTRY, Scaled
 from cuflash.place import Placed, address, compact, merged_batch, placed
-from cuflash.problem import Call, Problem
+from cuflash.problem import Call, Problem, operand_title
 from cuflash.schedules import order, rows
 from cuflash.schedules.base import Config
 from cuflash.tensormap import TensorMap
@@ -192,10 +192,17 @@ def plan_backward(
 
 def check_single_terms(problem: Problem, at: Mapping[str, Placed]) -> None:
     """Raise if a gradient of an operand is a sum over elements of the scores: their order is that in which blocks arrive."""
+    tables = {name for m in problem.modifiers for name in m.tables}
     for name in differentiable_operands(problem.modifiers):
         sizes = zip(problem.score_shape, at[f"d{name}"].strides, strict=True)
         shape = tuple(1 if n > 1 and stride == 0 else n for n, stride in sizes)
-        if shape != problem.score_shape and all(problem.score_shape):
+        if name in tables or (shape != problem.score_shape and all(problem.score_shape)):
+            if (title := operand_title(name)) != name:
+                raise UnsupportedError(
+                    f"deterministic=True with the gradient of {title}: it sums scores of shape {problem.score_shape} in the order "
+                    "in which blocks arrive; leave one of them out, index an array of that shape by [b, h, q, k] and sum its "
+                    "gradient yourself, or use backend='numpy' on the host"
+                )
             raise UnsupportedError(
                 f"deterministic=True with a {name} of shape {shape}: its gradient sums scores of shape "
                 f"{problem.score_shape} in the order in which blocks arrive; pass {name} as an array of that shape, where "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +30,7 @@ from cuflash.modifiers import (
     Packed,
     Softcap,
     Window,
+    Written,
 )
 
 Layout = Literal["bhsd", "bshd"]
@@ -47,6 +49,17 @@ OPERANDS = {
     "document_k": "ids_k of Documents",
     "block_mask": "blocks of BlockMask",
 }
+
+
+#: fields of modifiers that expressions made (modifiers/written.py)
+WRITTEN = re.compile(r"(score|mask)_[0-9a-f]{10}_at\d+_(\w+)")
+
+
+def operand_title(name: str) -> str:
+    """What messages call an operand."""
+    if found := WRITTEN.fullmatch(name):
+        return f"{found[2]} of {found[1].capitalize()}Modifier"
+    return OPERANDS.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -239,9 +252,10 @@ def check_packed_shapes(q: Any, k: Any, v: Any) -> None:
 def check_packable(chain: Iterable[Modifier]) -> None:
     """Raise where a modifier's array has no meaning yet beside packed sequences."""
     for m in chain:
-        if isinstance(m, (Bias, Mask, KeyLengths, Documents, BlockMask)):
+        what = m.packed_refusal() if isinstance(m, Written) else None
+        if what or isinstance(m, (Bias, Mask, KeyLengths, Documents, BlockMask)):
             raise UnsupportedError(
-                f"{type(m).__name__} with packed sequences: no backend offers it; ALiBi, causal, window and softcap go with "
+                f"{f'{what} in ' if what else ''}{m.title} with packed sequences: no backend offers it; ALiBi, causal, window and softcap go with "
                 "them, and attention takes one sequence, or a batch of padded ones, with any modifier"
             )
 
@@ -371,10 +385,10 @@ def softcap_of(value: Any, dtype: str) -> float:
 
 
 def user_modifiers(modifiers: Any) -> list[Modifier]:
-    allowed = (ALiBi, KeyLengths, Documents, BlockMask)
+    allowed = (ALiBi, KeyLengths, Documents, BlockMask, Written)
     remedy = (
-        "available are ALiBi(slopes), KeyLengths(lengths), Documents(ids_q, ids_k) and BlockMask(blocks, size); masks, "
-        "bias, windows and softcap are arguments"
+        "available are ALiBi(slopes), KeyLengths(lengths), Documents(ids_q, ids_k), BlockMask(blocks, size), "
+        "ScoreModifier(expression) and MaskModifier(expression); masks, bias, windows and softcap are arguments"
     )
     if isinstance(modifiers, Modifier):
         raise ArgumentError(
@@ -387,11 +401,11 @@ def user_modifiers(modifiers: Any) -> list[Modifier]:
     for m in chain:
         if not isinstance(m, allowed):
             raise ArgumentError(f"modifiers contains {m!r}, which is no modifier of this version; {remedy}")
-    names = [m.name for m in chain]
+    names, titles = [m.name for m in chain], {m.name: repr(m) if isinstance(m, Written) else m.name for m in chain}
     for name in names:
         if names.count(name) > 1:
             raise ArgumentError(
-                f"modifiers contains {name} {names.count(name)} times: at most once each; combine their values into one"
+                f"modifiers contains {titles[name]} {names.count(name)} times: at most once each; combine their values into one"
             )
     return chain
 
@@ -405,12 +419,14 @@ def operand(modifier: Modifier, name: str, x: Any, problem: Problem) -> Any:
         )
     if name == "bias" and dtype_name(x.dtype) != problem.dtype:
         raise ArgumentError(f"bias has dtype {x.dtype}: must be that of q, {problem.dtype}; convert it with astype")
+    if isinstance(modifier, Written):
+        return modifier.operand(name, x, problem)
     inner = modifier.axes(name, problem)
     target = (*problem.batch, *(axis[1] for axis in inner if axis))
     if x.ndim > len(target) or any(n not in (1, full) for n, full in zip(x.shape[::-1], target[::-1], strict=False)):
         axes = ", ".join(["*batch", *(axis[0] for axis in inner if axis)])
         raise ShapeError(
-            f"{OPERANDS.get(name, name)} has shape {x.shape}, which does not broadcast to ({axes}) = {target}; give it "
+            f"{operand_title(name)} has shape {x.shape}, which does not broadcast to ({axes}) = {target}; give it "
             "axes of length 1 where it is to be repeated"
         )
     whole = x[(None,) * (len(target) - x.ndim)]

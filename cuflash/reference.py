@@ -136,9 +136,11 @@ def backward(call: Call, dout: Array, dlse: Array | None = None) -> Any:
         ds = np.where(seen & ~empty, p * (dp - delta), 0)
 
         gradients = {}
-        for modifier, slope in reversed(dense.slopes):
-            for name in modifier.differentiable:  # such an operand is added to the scores, so its slope is 1
-                gradients[name] = sum_to(ds, call.operands[name].shape)
+        for modifier, slope, partials in reversed(dense.slopes):
+            for name in modifier.differentiable:
+                partial, gradients[name] = partials[name], np.zeros(call.operands[name].shape)
+                terms = ds if partial is None else np.where(ds == 0, 0, ds * partial)
+                modifier.add_gradient(name, terms, gradients[name], whole(call))
             if slope is not None:
                 ds = np.where(seen, ds * slope, 0)
 
@@ -221,7 +223,8 @@ class Dense:
     s: Array  # −∞ where hidden
     p: Array
     lse: Array
-    slopes: list[tuple[Any, Array | None]]  # each score modifier with its derivative; None is 1
+    #: each score modifier with its derivatives by the score and by its operands; None is 1
+    slopes: list[tuple[Any, Array | None, dict[str, Array | None]]]
 
 
 def attend(call: Call) -> Dense:
@@ -235,7 +238,8 @@ def attend(call: Call) -> Dense:
     slopes = []
     for modifier in problem.modifiers:
         if modifier.kind == "score":
-            slopes.append((modifier, modifier.slope(s, tile)))
+            partials = {name: modifier.partial(name, s, tile) for name in modifier.differentiable}
+            slopes.append((modifier, modifier.slope(s, tile), partials))
             s = modifier.apply(s, tile)
     p, lse = softmax(s, seen)
     return Dense(q, k, v, seen, np.where(seen, s, -np.inf), p, lse, slopes)

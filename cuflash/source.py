@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 
 from cuflash import abi, instructions
-from cuflash.modifiers import REGISTRY, Modifier, Packed
+from cuflash.modifiers import REGISTRY, Modifier, Packed, Written
 from cuflash.variant import ELEMENTS, Variant
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"[^\n]*$', re.MULTILINE)
@@ -69,8 +69,9 @@ def prologue(variant: Variant) -> str:
             abi.c_struct(variant.direction, variant.modifiers, variant.maps, variant.statistics),
             f"constexpr bool kPacked = {str(Packed.name in variant.modifiers).lower()};",
             '#include "attention/index.cuh"',
+            *(['#include "attention/expression.cuh"'] if any(issubclass(m, Written) for m in chain) else []),
             *(m.cuda.strip() for m in chain),
-            _score([m for m in chain if m.kind == "score"]),
+            _score([m for m in chain if m.kind == "score"], variant.direction == "backward"),
             _visibility([m for m in chain if m.kind == "range"], [m for m in chain if m.kind == "mask"]),
             _operand_gradients(variant, chain),
         ]
@@ -84,15 +85,21 @@ def _constant(name: str, value: int | bool) -> str:
 _QUALIFIERS = "static __device__ __forceinline__"
 
 
-def _score(chain: list[type[Modifier]]) -> str:
+def _score(chain: list[type[Modifier]], backward: bool) -> str:
     names = [m.__name__ for m in chain]
     slope = " || ".join(f"{n}::kHasSlope" for n in names) or "false"
     place = "const Params& p, const Place& place, int q, int k, Real s"
     apply = "\n".join(f"    s = {n}::apply(p, place, q, k, s);" for n in names)
     sloped = "\n".join(f"    s = {n}::apply_with_slope(p, place, q, k, s, slope);" for n in names)
-    return f"""struct Score {{
+    asked = [m for m in chain if issubclass(m, Written) and m.differentiable] if backward else []
+    keeps = asked and (
+        any(m.program.needs_score for m in asked) or any(m.has_slope() for m in chain[chain.index(asked[0]) + 1 :])
+    )
+    return f"""{_score_gradients(chain, asked)}
+struct Score : ScoreGradients {{
   static constexpr bool kIdentity = {str(not chain).lower()};
   static constexpr bool kHasSlope = {slope};
+  static constexpr bool kKeepsScores = {str(bool(keeps)).lower()};  // those that enter the chain
   {_QUALIFIERS} Real apply({place}) {{
 {apply}
     return s;
@@ -101,6 +108,39 @@ def _score(chain: list[type[Modifier]]) -> str:
 {sloped}
     return s;
   }}
+}};"""
+
+
+def _score_gradients(chain: list[type[Modifier]], asked: list[type[Written]]) -> str:
+    """`Gradients::add` is given the score that enters the chain, and the gradient of the one that leaves it.
+
+    It computes the scores in between anew, and goes back from the last modifier to the first that has gradients.
+    """
+    if not asked:
+        return "struct ScoreGradients { static constexpr bool kAddsGradients = false; };"
+    first = chain.index(asked[0])
+    forth = [f"const Real s{i + 1} = {m.__name__}::apply(p, place, q, k, s{i});" for i, m in enumerate(chain[:-1])]
+    back = []
+    for i, m in reversed(list(enumerate(chain))[first:]):
+        if m in asked:
+            back.append(f"of_{m.name}.add(p, place, q, k, s{i}, ds);")
+        if i > first and m.has_slope():
+            back.append(f"ds *= slope_of<{m.__name__}>(p, place, q, k, s{i});")
+    steps = "".join(f"      {line}\n" for line in (*forth, *back))
+    members = "".join(f"    {m.__name__}::Gradients of_{m.name};\n" for m in asked)
+    ends = "".join(f" of_{m.name}.finish(p, place);" for m in asked)
+    return f"""template <class Modifier> __device__ __forceinline__ Real slope_of(const Params& p, const Place& place, int q, int k, Real s) {{
+  Real slope = Real(1);
+  Modifier::apply_with_slope(p, place, q, k, s, slope);
+  return slope;
+}}
+struct ScoreGradients {{
+  static constexpr bool kAddsGradients = true;
+  struct Gradients {{
+{members}    __device__ __forceinline__ void add(const Params& p, const Place& place, int q, int k, Real s0, Real ds) {{
+{steps}    }}
+    __device__ __forceinline__ void finish(const Params& p, const Place& place) {{{ends} }}
+  }};
 }};"""
 
 
@@ -137,7 +177,8 @@ def _visibility(ranges: list[type[Modifier]], masks: list[type[Modifier]]) -> st
 
 def _operand_gradients(variant: Variant, chain: list[type[Modifier]]) -> str:
     """`for_each_operand_gradient(p, f)` calls f with the view of every differentiable operand's gradient."""
-    views = [f"d{name}" for m in chain for name in m.differentiable] if variant.direction == "backward" else []
+    added = [m for m in chain if not issubclass(m, Written)]  # `Score` has those of expressions
+    views = [f"d{name}" for m in added for name in m.differentiable] if variant.direction == "backward" else []
     calls = " ".join(f"f(p.{view});" for view in views)
     return f"""constexpr bool kHasOperandGradients = {str(bool(views)).lower()};
 template <class Function> __device__ __forceinline__ void for_each_operand_gradient(const Params& p, Function f) {{ {calls} }}"""

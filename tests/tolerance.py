@@ -112,7 +112,7 @@ class Expectation:
         assert_zero(gradients.dv, unseen_key, "dv")
         for name in want._fields[3:]:
             got = getattr(gradients, name)
-            assert_zero(got, sum_to(self.seen, got.shape) == 0, name)
+            assert_zero(got, operand_sum(self.call, name[1:], self.seen.astype(np.float64)) == 0, name)
         return max(
             assert_close(getattr(gradients, name), getattr(want, name), self.plain[name], name, self.floors[name])
             for name in want._fields
@@ -136,7 +136,8 @@ def plain_attention(call, dout=None, dlse=None):
         s, slopes = (q @ k.swapaxes(-1, -2)) * accumulator.type(problem.scale), []
         for modifier in problem.modifiers:
             if modifier.kind == "score":
-                slopes.append((modifier, modifier.slope(s, tile)))
+                partials = {name: modifier.partial(name, s, tile) for name in modifier.differentiable}
+                slopes.append((modifier, modifier.slope(s, tile), partials))
                 s = modifier.apply(s, tile)
         assert s.dtype == accumulator, f"the twins turned {accumulator} scores into {s.dtype}"
         s = np.where(seen, s, -np.inf)
@@ -153,10 +154,11 @@ def plain_attention(call, dout=None, dlse=None):
         if dlse is not None:
             delta -= np.where(np.isneginf(lse), 0, dlse.astype(accumulator)[..., None])
         ds = p * (g @ v.swapaxes(-1, -2) - delta)
-        for modifier, slope in reversed(slopes):
+        for modifier, slope, partials in reversed(slopes):
             for name in modifier.differentiable:
-                operand = call.operands[name]
-                result[f"d{name}"] = sum_to(ds, operand.shape).astype(operand.dtype)
+                partial = partials[name]
+                terms = ds if partial is None else np.where(ds == 0, 0, ds * partial)
+                result[f"d{name}"] = operand_sum(call, name, terms).astype(call.operands[name].dtype)
             ds = ds if slope is None else ds * slope
         ds = stored(ds)
         result["dq"] = (accumulator.type(problem.scale) * (ds @ k)).astype(dtype)
@@ -245,11 +247,29 @@ def floors(call, dout=None):
         result["dq"] += half * scale * rms_max(ds2 @ k**2 + delta2 * (p @ k) ** 2)
         result["dk"] += half * scale * rms_max(grouped(transpose(ds2 + p**2 * delta2) @ q**2))
         result["dv"] += half * rms_max(grouped(transpose(p**2) @ g**2))
-        for name in differentiable_operands(problem.modifiers):
-            shape = call.operands[name].shape
-            sums = relative.max(initial=0) * matrix_max(sum_to(ds, shape))
-            result[f"d{name}"] = sums + half * matrix_max(sum_to(p * np.sqrt(delta2), shape))
+        for name, factor in operand_factors(call).items():
+            sums = relative.max(initial=0) * matrix_max(operand_sum(call, name, ds * factor))
+            result[f"d{name}"] = sums + half * matrix_max(operand_sum(call, name, p * np.sqrt(delta2) * factor))
         return result
+
+
+def operand_sum(call, name, terms):
+    """Sum of terms, one for each score, over those that read the same element of an operand."""
+    modifier = next(m for m in call.problem.modifiers if name in m.differentiable)
+    total = np.zeros(call.operands[name].shape)
+    modifier.add_gradient(name, terms, total, reference.whole(call))
+    return total
+
+
+def operand_factors(call):
+    """By how much at most a score changes with the element that it reads, by operand."""
+    factors = dict.fromkeys(differentiable_operands(call.problem.modifiers), 1.0)
+    slope = 1.0
+    for modifier, own_slope, partials in reversed(reference.attend(call).slopes):
+        for name, partial in partials.items():
+            factors[name] = slope * (1.0 if partial is None else numbers(abs(partial)))
+        slope = slope if own_slope is None else slope * numbers(abs(own_slope))
+    return factors
 
 
 def matrix_max(x):

@@ -177,8 +177,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       s[i] = score_gradient(s[i], dp[i], row.first.delta);
       s[i + 1] = score_gradient(s[i + 1], dp[i + 1], row.second.delta);
     }
-    if (!kChunked || chunk == 0)
+    if (!kChunked || chunk == 0) {
       for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
+      add_score_gradients(s, slopes, s_at, p, place, corner);
+    }
 #pragma unroll
     for (int i = 0; i < ScoreFragment::kSize; ++i) s[i] *= slopes[i];
     store_fragment(ds_tile, s, s_at, as_it_is);

@@ -165,6 +165,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       for (int i = 0; i < ScoreFragment::kSize; ++i)
         s[i] = score_gradient(s[i], dp[i], statistics[ScoreFragment::slot(i)].delta);
       for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
+      add_score_gradients(s, slopes, s_at, p, place, corner);
 #pragma unroll
       for (int i = 0; i < ScoreFragment::kSize; ++i) s[i] *= slopes[i];
       store_tile<ScoreFragment, kPitchScore>(s, s_at, shared.ds.data);

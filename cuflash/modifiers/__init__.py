@@ -12,10 +12,19 @@ from cuflash.modifiers.packed import Packed
 from cuflash.modifiers.scaled import Scaled
 from cuflash.modifiers.softcap import Softcap
 from cuflash.modifiers.window import Window
+from cuflash.modifiers.written import CLASSES, MaskModifier, ScoreModifier, Written
 
-REGISTRY: dict[str, type[Modifier]] = {
-    m.name: m for m in (Scaled, Softcap, ALiBi, Bias, Causal, Window, KeyLengths, Mask, Documents, BlockMask, Packed)
-}
+
+class Registry(dict[str, type[Modifier]]):
+    """Those of this folder, and behind them those that expressions made, as long as something has them."""
+
+    def __missing__(self, name: str) -> type[Modifier]:
+        return CLASSES[name]
+
+
+REGISTRY: dict[str, type[Modifier]] = Registry(
+    (m.name, m) for m in (Scaled, Softcap, ALiBi, Bias, Causal, Window, KeyLengths, Mask, Documents, BlockMask, Packed)
+)
 
 __all__ = [
     "REGISTRY",
@@ -26,10 +35,13 @@ __all__ = [
     "Documents",
     "KeyLengths",
     "Mask",
+    "MaskModifier",
     "Modifier",
     "Packed",
     "Scaled",
+    "ScoreModifier",
     "Softcap",
     "Tile",
     "Window",
+    "Written",
 ]

@@ -47,6 +47,9 @@ class Tile:
     operands: Mapping[str, Array]
     rows: slice
     columns: slice
+    lead: tuple[
+        slice, ...
+    ] = ()  # part of the axes (*batch, heads_q) that the operands are cut to; empty is all of them
 
     @property
     def q(self) -> NDArray[np.int64]:
@@ -57,6 +60,18 @@ class Tile:
     def k(self) -> NDArray[np.int64]:
         """Positions of the keys, as a row."""
         return np.arange(self.columns.start, self.columns.stop, dtype=np.int64)[None, :]
+
+    @property
+    def heads(self) -> NDArray[np.int32]:
+        """Numbers of the query heads, along their axis."""
+        heads = np.arange(self.problem.heads_q, dtype=np.int32)
+        return heads[self.lead[-1] if self.lead else slice(None)][:, None, None]
+
+    @property
+    def entries(self) -> NDArray[np.int32]:
+        """Numbers of the batch entries, all batch axes counted as one, along these axes."""
+        entries = np.arange(self.problem.batch_size, dtype=np.int32).reshape(self.problem.batch)
+        return entries[self.lead[:-1]][..., None, None, None]
 
     def window(self, array: Array) -> tuple[slice, ...]:
         """Index that cuts the tile's part out of an operand-shaped array."""
@@ -81,8 +96,15 @@ class Modifier:
     fields: ClassVar[tuple[tuple[str, str], ...]] = ()
     #: names of array operands that have a gradient
     differentiable: ClassVar[tuple[str, ...]] = ()
+    #: array operands of which rows or columns are no positions
+    tables: ClassVar[tuple[str, ...]] = ()
     #: CUDA struct named like the class
     cuda: ClassVar[str] = ""
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
 
     def arrays(self) -> dict[str, Any]:
         """Array operands by field name."""
@@ -97,6 +119,11 @@ class Modifier:
     def knows_tiles(cls) -> bool:
         """Whether it can tell at a glance that a tile has no visible pair."""
         return "tile_is_hidden" in cls.cuda
+
+    @classmethod
+    def has_slope(cls) -> bool:
+        """Whether the score that it makes changes by anything else than the score that enters it."""
+        return "kHasSlope = true" in cls.cuda
 
     def axes(self, operand: str, problem: Problem) -> Axes:
         """Axes that an array operand may have; each may also be of length 1."""
@@ -124,6 +151,15 @@ class Modifier:
         """Derivative of `apply` at the incoming score; None means 1 everywhere."""
         return None
 
+    def partial(self, operand: str, s: Array, tile: Tile) -> Array | None:
+        """Derivative of `apply` by the element of an operand that each score reads; None means 1 everywhere."""
+        return None
+
+    def add_gradient(self, operand: str, terms: Array, to: Array, tile: Tile) -> None:
+        """Add the tile's terms of an operand's gradient, one for each score, to where each score reads the operand."""
+        part = to[tile.window(to)]
+        part += sum_to(terms, part.shape)
+
     def narrow(self, begin: Array, end: Array, q: Array, tile: Tile) -> tuple[Array, Array]:
         """Intersect the interval [begin, end) of keys that each query sees (kind ``range``)."""
         raise NotImplementedError
@@ -139,6 +175,13 @@ class Modifier:
     def tile_is_clear(self, tile: Tile) -> bool:
         """True only if all pairs of the tile are visible; False where that takes a look at each (kind ``mask``)."""
         return False
+
+
+def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """Sum over the axes that were broadcast from length 1: the gradient of broadcasting."""
+    axes = tuple(axis for axis, n in enumerate(shape) if n == 1 and x.shape[axis] != 1)
+    total: Array = x.sum(axis=axes, keepdims=True) if axes else x
+    return total
 
 
 def array_field() -> Any:

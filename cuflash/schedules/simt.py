@@ -376,7 +376,7 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardSimt
         itemsize,
         longest(problem.longest_q),
         longest(problem.longest_k),
-        problem.modifier("softcap") is not None,
+        any(m.has_slope() for m in problem.modifiers),
         modifier_registers(problem),
         shared_limit,
         aligned,

@@ -63,3 +63,24 @@ __device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::
       atomicAdd(to + q * view.row + k * view.column, ds[i]);
   }
 }
+
+// `Score`, looked into only where it has gradients.
+template <class> struct WithGradients : Score {};
+
+// Gradients of what the expressions of users read.
+template <class Fragment>
+__device__ __forceinline__ void add_score_gradients(const Real (&ds)[Fragment::kSize],
+                                                    const ScoreSlopes<Fragment>& slopes, const Fragment& f,
+                                                    const Params& p, const Place& place, Corner corner) {
+  if constexpr (Score::kAddsGradients) {
+    typedef Positions<Fragment> At;
+    typename WithGradients<Fragment>::Gradients gradients;
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i) {
+      const int q = At::q(f, corner, i), k = At::k(f, corner, i);
+      if (q < place.seq_q(p) && k < place.key_count && ds[i] != Real(0))
+        gradients.add(p, place, q, k, slopes.score(i), ds[i]);
+    }
+    gradients.finish(p, place);
+  }
+}

@@ -48,7 +48,18 @@ template <int kSize, bool kKept> struct Slopes {
 template <int kSize> struct Slopes<kSize, false> {
   __device__ __forceinline__ Real operator[](int) const { return Real(1); }
 };
-template <class Fragment> using ScoreSlopes = Slopes<Fragment::kSize, Score::kHasSlope>;
+// Scores as they enter the modifiers, where gradients of what these read depend on them.
+template <int kSize, bool kKept> struct EnteringScores {
+  Real entering[kSize];
+  __device__ __forceinline__ Real score(int i) const { return entering[i]; }
+  __device__ __forceinline__ void keep(int i, Real s) { entering[i] = s; }
+};
+template <int kSize> struct EnteringScores<kSize, false> {
+  __device__ __forceinline__ Real score(int) const { return Real(0); }
+  __device__ __forceinline__ void keep(int, Real) {}
+};
+template <class Fragment>
+struct ScoreSlopes : Slopes<Fragment::kSize, Score::kHasSlope>, EnteringScores<Fragment::kSize, Score::kKeepsScores> {};
 
 // In place: products -> scores.  `open` tiles need no tests (attention/mask.cuh, tile_is_open), except those of masks that
 // have to be asked about each element.
@@ -65,6 +76,7 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
       const int q = At::q(f, corner, i), k = At::k(f, corner, i);
       const bool seen = clear || (ranges.contains(f, i) && q < place.seq_q(p) && Visibility::visible(p, place, q, k));
       if constexpr (kWithSlope && Score::kHasSlope) slopes.slot(i) = Real(1);
+      if constexpr (kWithSlope && Score::kKeepsScores) slopes.keep(i, seen ? s[i] * p.scale : Real(0));
       if (!seen) {
         s[i] = -infinity<Real>();
       } else if constexpr (!Score::kIdentity) {
