@@ -113,8 +113,8 @@ def attention(
 
     Notes
     -----
-    Order of operations: scale, softcap, ALiBi, each `ScoreModifier` as given, bias, all that hides keys, softmax.  Equal calls on one
-    device give equal bits.  Algorithm: Dao et al., arXiv:2205.14135, and Dao, arXiv:2307.08691.
+    Order of operations: scale, softcap, ALiBi, each `ScoreModifier` as given, bias, all that hides keys, softmax.  Equal
+    calls on one device give equal bits.  Algorithm: Dao et al., arXiv:2205.14135, and Dao, arXiv:2307.08691.
 
     Examples
     --------
@@ -909,7 +909,9 @@ def give_gradients(gradients: Any, home: Home, call: Call, native: Mapping[str, 
     for m in call.problem.modifiers:
         if isinstance(m, Written):
             found = {name: getattr(gradients, f"d{name}") for name in m.differentiable}
-            shaped |= {f"d{name}": m.gradient(name, found) for name in m.gradients}
+            shaped |= {
+                f"d{name}": arrays.in_dtype(m.gradient(name, found), m.given[name].dtype) for name in m.gradients
+            }
         elif "bias" in m.differentiable:
             shaped["dbias"] = gradients.dbias.reshape(native["bias"].shape)
     kind = gradients_type(tuple(name.removeprefix("d") for name in list(shaped)[3:]))

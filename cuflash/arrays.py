@@ -183,6 +183,12 @@ def bfloat16() -> np.dtype[Any]:
     return dtype
 
 
+def in_dtype(x: Any, name: str) -> Any:
+    """A native array in the dtype of that name."""
+    with device_of(x):
+        return x.astype(bfloat16() if name == "bfloat16" else np.dtype(name), copy=False)
+
+
 # ---- the device ------------------------------------------------------------------------------------------------------
 def load_cupy(name: str, x: Any) -> Any:
     try:

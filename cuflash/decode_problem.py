@@ -152,7 +152,7 @@ def check_modifiers(modifiers: Any) -> None:
                 if m.name == "lengths"
                 else "call cuflash.attention, which takes it, on the keys and values of contiguous caches"
             )
-            raise ArgumentError(f"modifiers contains {type(m).__name__}: attention_decode takes ALiBi only; {remedy}")
+            raise ArgumentError(f"modifiers contains {m.title}: attention_decode takes ALiBi only; {remedy}")
 
 
 def capacity_of_pages(native: Mapping[str, Any], table: Any, batch: int, page_size: int, layout: str) -> int:

@@ -328,7 +328,10 @@ Derivatives = list[tuple[Modifier, Array | None, dict[str, Array | None]]]
 
 
 def scores(chunk: Chunk, q: Array, tile: Tile, seen: Seen) -> tuple[Array, Derivatives]:
-    """Scores of one tile, −∞ where hidden, and each score modifier with its derivatives (None is 1): by the score, by operands."""
+    """Scores of one tile, −∞ where hidden, and each score modifier with its derivatives by the score and by its operands.
+
+    A derivative that is None is 1.
+    """
     s = chunk.spread(np.matmul(chunk.stack(q), chunk.k[..., tile.columns, :].swapaxes(-1, -2)))
     slopes: Derivatives = []
     for modifier in tile.problem.modifiers:

@@ -199,9 +199,9 @@ def check_single_terms(problem: Problem, at: Mapping[str, Placed]) -> None:
         if name in tables or (shape != problem.score_shape and all(problem.score_shape)):
             if (title := operand_title(name)) != name:
                 raise UnsupportedError(
-                    f"deterministic=True with the gradient of {title}: it sums scores of shape {problem.score_shape} in the order "
-                    "in which blocks arrive; leave one of them out, index an array of that shape by [b, h, q, k] and sum its "
-                    "gradient yourself, or use backend='numpy' on the host"
+                    f"deterministic=True with the gradient of {title}: it sums scores of shape {problem.score_shape} "
+                    "in the order in which blocks arrive; leave one of them out, index an array of that shape by [b, h, q, k] "
+                    "and sum its gradient yourself, or use backend='numpy' on the host"
                 )
             raise UnsupportedError(
                 f"deterministic=True with a {name} of shape {shape}: its gradient sums scores of shape "

@@ -201,6 +201,10 @@ def describe(
     if softcap is not None:
         chain.append(Softcap(softcap_of(softcap, dtype)))
     if bias is not None:
+        if any(isinstance(m, Written) and "bias" in m.gradients for m in modifiers):
+            raise ArgumentError(
+                "the gradient of a ScoreModifier and that of bias are both called dbias: rename its array"
+            )
         chain.append(Bias(array=bias))
     if mask is not None:
         chain.append(Mask(array=mask))
@@ -255,8 +259,8 @@ def check_packable(chain: Iterable[Modifier]) -> None:
         what = m.packed_refusal() if isinstance(m, Written) else None
         if what or isinstance(m, (Bias, Mask, KeyLengths, Documents, BlockMask)):
             raise UnsupportedError(
-                f"{f'{what} in ' if what else ''}{m.title} with packed sequences: no backend offers it; ALiBi, causal, window and softcap go with "
-                "them, and attention takes one sequence, or a batch of padded ones, with any modifier"
+                f"{f'{what} in ' if what else ''}{m.title} with packed sequences: no backend offers it; ALiBi, causal, window "
+                "and softcap go with them, and attention takes one sequence, or a batch of padded ones, with any modifier"
             )
 
 
@@ -407,6 +411,10 @@ def user_modifiers(modifiers: Any) -> list[Modifier]:
             raise ArgumentError(
                 f"modifiers contains {titles[name]} {names.count(name)} times: at most once each; combine their values into one"
             )
+    asked = [name for m in chain if isinstance(m, Written) for name in m.gradients]
+    for name in asked:
+        if asked.count(name) > 1:
+            raise ArgumentError(f"the gradients of two modifiers are called d{name}: rename one of the arrays")
     return chain
 
 

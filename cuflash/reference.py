@@ -280,9 +280,3 @@ def sum_groups(x: Array, group: int) -> Array:
     *batch, heads_q, seq, dim = x.shape
     total: Array = x.reshape(*batch, heads_q // group, group, seq, dim).sum(axis=-3)
     return total
-
-
-def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
-    """Sum over the axes that were broadcast from length 1: the gradient of broadcasting."""
-    total: Array = x.sum(axis=tuple(axis for axis, n in enumerate(shape) if n == 1), keepdims=True)
-    return total

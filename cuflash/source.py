@@ -129,7 +129,8 @@ def _score_gradients(chain: list[type[Modifier]], asked: list[type[Written]]) ->
     steps = "".join(f"      {line}\n" for line in (*forth, *back))
     members = "".join(f"    {m.__name__}::Gradients of_{m.name};\n" for m in asked)
     ends = "".join(f" of_{m.name}.finish(p, place);" for m in asked)
-    return f"""template <class Modifier> __device__ __forceinline__ Real slope_of(const Params& p, const Place& place, int q, int k, Real s) {{
+    return f"""template <class Modifier>
+__device__ __forceinline__ Real slope_of(const Params& p, const Place& place, int q, int k, Real s) {{
   Real slope = Real(1);
   Modifier::apply_with_slope(p, place, q, k, s, slope);
   return slope;

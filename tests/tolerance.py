@@ -19,7 +19,7 @@ import numpy as np
 from cuflash import reference
 from cuflash.gradients import differentiable_operands
 from cuflash.modifiers import Tile
-from cuflash.reference import sum_groups, sum_to
+from cuflash.reference import sum_groups
 
 FEW = 4  # units in the last place of the accumulator
 TENSOR_CORE_TERMS = 16  # after so many terms of a sum of 16-bit products tensor cores truncate what they have
@@ -265,7 +265,7 @@ def operand_factors(call):
     """By how much at most a score changes with the element that it reads, by operand."""
     factors = dict.fromkeys(differentiable_operands(call.problem.modifiers), 1.0)
     slope = 1.0
-    for modifier, own_slope, partials in reversed(reference.attend(call).slopes):
+    for _, own_slope, partials in reversed(reference.attend(call).slopes):
         for name, partial in partials.items():
             factors[name] = slope * (1.0 if partial is None else numbers(abs(partial)))
         slope = slope if own_slope is None else slope * numbers(abs(own_slope))

@@ -9,7 +9,17 @@ from cuflash import decode_plan, decode_problem, plan
 from cuflash.api import statistics_shapes
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Packed
+from cuflash.gradients import differentiable_operands
+from cuflash.modifiers import (
+    ALiBi,
+    BlockMask,
+    Documents,
+    KeyLengths,
+    MaskModifier,
+    Modifier,
+    Packed,
+    ScoreModifier,
+)
 from cuflash.problem import canonical, describe
 from cuflash.variant import Variant
 from tests.cases import DTYPES
@@ -65,7 +75,8 @@ class Entry:
         problem, device = call.problem, described_device(self.arch)
         requested = self.backend or ("mma" if DTYPES[self.dtype].itemsize == 2 else "simt")
         lse = np.zeros(problem.lse_shape, problem.accumulator)
-        sums = {f"d{n}": np.zeros(x.shape, problem.accumulator) for n, x in call.operands.items() if n == "bias"}
+        asked = differentiable_operands(problem.modifiers)
+        sums = {f"d{n}": np.zeros(x.shape, problem.accumulator) for n, x in call.operands.items() if n in asked}
         shapes = statistics_shapes(problem)
         statistics = {name: np.zeros(shapes[name], problem.accumulator) for name in self.statistics}
         forward = plan.forward_arrays(call, out, lse, **statistics)
@@ -109,11 +120,24 @@ def options(name: str, dtype: np.dtype, seq_q: int, seq_k: int = LENGTH) -> dict
         "documents": {"modifiers": (Documents(np.ones(seq_q, np.int32), np.ones(seq_k, np.int32)),)},
         "blocks": {"modifiers": (BlockMask(np.ones((-(-seq_q // 16), seq_k // 16), bool), 16),)},
         "negative-scale": {"scale": -1.0},
+        "written": {"modifiers": written(statistics)},
+        "written-additive": {"modifiers": written(statistics)[1:]},
         "packed": {"packed": Packed(np.array([0, seq_q], np.int32), np.array([0, seq_k], np.int32), 1)},
     }
     parts = [single[part] for part in TOGETHER.get(name, (name,))]
     modifiers = tuple(m for part in parts for m in part.get("modifiers", ()))
     return {**{key: x for part in parts for key, x in part.items()}, "modifiers": modifiers}
+
+
+def written(real: type) -> tuple[Modifier, ...]:
+    """Expressions of what takes the most registers: slopes, gradients that need the score, tables, and masks."""
+    heat, table, ids = np.ones(HEADS, real), np.ones((HEADS, 160), real), np.ones((1, 1), np.int32)
+    text = "c * tanh(s * heat[h] / c) + table[h, q - k + 79]"
+    return (
+        ScoreModifier(text, c=3.0, heat=heat, table=table, gradients=("heat", "table")),
+        ScoreModifier("s - slope[h] * abs(q + seq_k - seq_q - k)", slope=heat),
+        MaskModifier("ids[b, q] == ids[b, k] and (q - k) % 3 != 1", ids=ids),
+    )
 
 
 def decode_variants(

@@ -14,7 +14,7 @@ import ast
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ Type = Literal["int", "real", "bool"]
 Array = NDArray[Any]
 
 MAX_TEXT = 2000  # characters
+MAX_DEPTH = 100  # of the tree
 MAX_NODES = 500  # of an expression and its derivatives together
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 REAL_INT = 2147483520  # the largest integer that float32 has below 2^31
@@ -97,11 +98,11 @@ class Graph:
     def __init__(self) -> None:
         self.nodes: dict[Any, Node] = {}
 
-    def node(self, op: str, type: Type, *args: Node, value: Any = None) -> Node:
+    def node(self, op: str, kind: Type, *args: Node, value: Any = None) -> Node:
         # `repr` tells 0.0 from -0.0, and 1 from True
-        key = (op, type, tuple(map(id, args)), repr(value))
+        key = (op, kind, tuple(map(id, args)), repr(value))
         if key not in self.nodes:
-            self.nodes[key] = Node(op, type, args, value)
+            self.nodes[key] = Node(op, kind, args, value)
         return self.nodes[key]
 
     def real(self, x: Node) -> Node:
@@ -212,6 +213,7 @@ class Parser:
         self.title, self.text, self.operands, self.hidden = title, text, operands, hidden
         self.graph = Graph()
         self.used: set[str] = set()
+        self.depth = 0
 
     def parse(self, wanted: Type) -> tuple[Node, str]:
         """The graph's root, of the wanted type, and the text as Python writes it."""
@@ -223,11 +225,13 @@ class Parser:
             )
         self.text = self.text.strip()
         if "#" in self.text:
-            self.point("an expression has no comments", self.text.index("#"), 1)
+            raise self.point("an expression has no comments", self.text.index("#"), len(self.text))
         try:
             tree = ast.parse(self.flat, mode="eval").body
         except SyntaxError as error:
-            self.point(f"this is no expression ({error.msg})", max(error.offset or 1, 1) - 1, 1)
+            raise self.point(
+                f"this is no expression ({error.msg})", (error.offset or len(self.text) + 1) - 1, 1
+            ) from None
         except (ValueError, RecursionError, MemoryError) as error:
             raise ArgumentError(f"{self.title}: the expression cannot be read ({error}); write a shorter one") from None
         try:
@@ -236,10 +240,12 @@ class Parser:
         except RecursionError:
             raise ArgumentError(f"{self.title}: the expression is nested too deeply; write a shorter one") from None
         if wanted == "bool" and root.type != "bool":
-            self.fail(tree, "a mask must be True where the key may be seen, this is a number; compare it, as in x > 0")
+            raise self.error(
+                tree, "a mask must be True where the key may be seen, this is a number; compare it, as in x > 0"
+            )
         if wanted == "real":
             if root.type == "bool":
-                self.fail(
+                raise self.error(
                     tree,
                     "a score must be a number, this is True or False; write where(..., s, -inf), or a MaskModifier",
                 )
@@ -264,47 +270,55 @@ class Parser:
         return "".join(" " if c.isspace() else c for c in self.text)
 
     # ---- errors ----
-    def fail(self, at: ast.AST, message: str) -> NoReturn:
+    def error(self, at: ast.AST, message: str) -> ArgumentError:
+        """An error that points to a part of the text."""
         # Columns of the tree are bytes of UTF-8.
         first, last = (
             len(self.flat.encode()[:column].decode())
             for column in (at.col_offset, at.end_col_offset)  # type: ignore[attr-defined]
         )
-        self.point(message, first, last - first)
+        return self.point(message, first, last - first)
 
-    def point(self, message: str, first: int, width: int) -> NoReturn:
-        """Raise with the line of a place in the text, and a mark below it."""
+    def point(self, message: str, first: int, width: int) -> ArgumentError:
+        """The same, with the line of a place in the text, and a mark below it."""
         first = min(first, len(self.text))
         before = self.text[:first].split("\n")
         line, column = self.text.split("\n")[len(before) - 1], len(before[-1])
         where = f"line {len(before)}, " if "\n" in self.text else ""
         mark = " " * column + "^" * max(1, min(width, len(line) - column))
-        raise ArgumentError(f"{self.title}, {where}column {column + 1}: {message}\n    {line}\n    {mark}") from None
+        return ArgumentError(f"{self.title}, {where}column {column + 1}: {message}\n    {line}\n    {mark}")
 
     # ---- nodes ----
     def visit(self, at: ast.AST) -> Node:
-        method: Callable[[Any], Node] | None = getattr(self, f"visit_{type(at).__name__}", None)
+        method: Callable[[Any], Node] | None = getattr(self, f"visit_{type(at).__name__.lower()}", None)
         if method is None:
-            self.fail(
+            raise self.error(
                 at,
                 f"{type(at).__name__} is not part of these expressions; they have numbers, + - * / // % **, comparisons, "
                 f"and, or, not, x if c else y, indexing, and {', '.join(FUNCTIONS)}",
             )
-        return method(at)
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise self.error(
+                at, f"this is nested more than {MAX_DEPTH} deep; compute a part of it beforehand, into an array"
+            )
+        node = method(at)
+        self.depth -= 1
+        return node
 
-    def visit_Constant(self, at: ast.Constant) -> Node:
+    def visit_constant(self, at: ast.Constant) -> Node:
         x = at.value
         if isinstance(x, bool):
             return self.graph.node("const", "bool", value=x)
         if isinstance(x, int):
             if x > INT_MAX:
-                self.fail(at, f"{x} does not fit in 32 bits; write {x}.0 for a real number")
+                raise self.error(at, f"{x} does not fit in 32 bits; write {x}.0 for a real number")
             return self.graph.node("const", "int", value=x)
         if isinstance(x, float):
             return self.graph.node("const", "real", value=x)
-        self.fail(at, f"{x!r:.40} is no number")
+        raise self.error(at, f"{x!r:.40} is no number")
 
-    def visit_Name(self, at: ast.Name) -> Node:
+    def visit_name(self, at: ast.Name) -> Node:
         name = at.id
         if name in self.operands:
             self.used.add(name)
@@ -312,35 +326,37 @@ class Parser:
             if operand.axes is None:
                 return self.graph.node("scalar", operand.type, value=name)
             index = {1: "h", 2: "q, k", 3: "h, q, k", 4: "b, h, q, k"}.get(operand.axes, "...")
-            self.fail(at, f"{name} is an array of {operand.axes} axes; index it, such as {name}[{index}]")
+            raise self.error(at, f"{name} is an array of {operand.axes} axes; index it, such as {name}[{index}]")
         if name in self.hidden:
-            self.fail(at, self.hidden[name])
+            raise self.error(at, self.hidden[name])
         if name in NAMES:
             if name == "inf":
                 return self.graph.number(float("inf"))
             return self.graph.node("name", NAMES[name], value=name)
         if name in FUNCTIONS:
-            self.fail(at, f"{name} is a function; give it its arguments in brackets")
+            raise self.error(at, f"{name} is a function; give it its arguments in brackets")
         known = [*(n for n in NAMES if n not in self.hidden), *self.operands]
         close = difflib.get_close_matches(name, [*known, *FUNCTIONS], 1)
         guess = f"did you mean {close[0]}? " if close else ""
-        self.fail(at, f"unknown name {name}; {guess}there are {', '.join(known)}, and what is given as {name}=...")
+        raise self.error(
+            at, f"unknown name {name}; {guess}there are {', '.join(known)}, and what is given as {name}=..."
+        )
 
-    def visit_UnaryOp(self, at: ast.UnaryOp) -> Node:
+    def visit_unaryop(self, at: ast.UnaryOp) -> Node:
         x = self.visit(at.operand)
         if isinstance(at.op, ast.Not):
             return self.graph.node("not", "bool", self.condition(at.operand, x))
         if isinstance(at.op, ast.Invert):
-            self.fail(at, "~ is not part of these expressions; write not")
+            raise self.error(at, "~ is not part of these expressions; write not")
         self.numbers(at, at.operand, x)
         if isinstance(at.op, ast.UAdd):
             return x
         return self.graph.neg(x) if x.op == "const" and x.type == "real" else self.graph.node("neg", x.type, x)
 
-    def visit_BinOp(self, at: ast.BinOp) -> Node:
+    def visit_binop(self, at: ast.BinOp) -> Node:
         operator = type(at.op)
         if isinstance(at.op, (ast.BitAnd, ast.BitOr, ast.BitXor)):
-            self.fail(at, "& | ^ are not part of these expressions; write and, or, !=")
+            raise self.error(at, "& | ^ are not part of these expressions; write and, or, !=")
         x, y = self.visit(at.left), self.visit(at.right)
         self.numbers(at, at.left, x)
         self.numbers(at, at.right, y)
@@ -352,60 +368,61 @@ class Parser:
         if operator in WHOLE:
             for side, value in ((at.left, x), (at.right, y)):
                 if value.type != "int":
-                    self.fail(side, "// and % are for whole numbers, this is a real one; write floor(x / y)")
+                    raise self.error(side, "// and % are for whole numbers, this is a real one; write floor(x / y)")
             return self.graph.node(WHOLE[operator], "int", x, y)
         if isinstance(at.op, ast.Pow):
             power = at.right.value if isinstance(at.right, ast.Constant) else None
             if type(power) is not int or not 1 <= power <= MAX_POWER:
-                self.fail(
+                raise self.error(
                     at.right, f"the exponent must be a number from 1 to {MAX_POWER}; write exp(y * log(x)) for others"
                 )
             result = x
             for _ in range(power - 1):
                 result = self.graph.node("mul", x.type, result, x)
             return result
-        self.fail(at, f"{operator.__name__} is not part of these expressions")
+        raise self.error(at, f"{operator.__name__} is not part of these expressions")
 
-    def visit_Compare(self, at: ast.Compare) -> Node:
+    def visit_compare(self, at: ast.Compare) -> Node:
         sides = [at.left, *at.comparators]
         nodes = [self.visit(side) for side in sides]
-        result = None
-        for operator, i in zip(at.ops, range(len(at.ops)), strict=True):
+        parts = []
+        for i, operator in enumerate(at.ops):
             x, y = nodes[i], nodes[i + 1]
             if type(operator) not in COMPARISONS:
-                self.fail(at, "only < <= > >= == != compare")
+                raise self.error(at, "only < <= > >= == != compare")
             op = COMPARISONS[type(operator)]
             if x.type == "bool" or y.type == "bool":
                 if x.type != y.type or op not in ("eq", "ne"):
-                    self.fail(at, "True and False compare by == and != with each other alone")
+                    raise self.error(at, "True and False compare by == and != with each other alone")
             else:
                 x, y = self.alike(x, y)
-            compared = self.graph.node(op, "bool", x, y)
-            result = compared if result is None else self.graph.node("and", "bool", result, compared)
-        assert result is not None  # the parser gives at least one operator
-        return result
+            parts.append(self.graph.node(op, "bool", x, y))
+        return self.joined("and", parts)
 
-    def visit_BoolOp(self, at: ast.BoolOp) -> Node:
+    def visit_boolop(self, at: ast.BoolOp) -> Node:
         op = "and" if isinstance(at.op, ast.And) else "or"
-        first, *rest = [self.condition(value, self.visit(value)) for value in at.values]
+        return self.joined(op, [self.condition(value, self.visit(value)) for value in at.values])
+
+    def joined(self, op: str, parts: list[Node]) -> Node:
+        first, *rest = parts
         for x in rest:
             first = self.graph.node(op, "bool", first, x)
         return first
 
-    def visit_IfExp(self, at: ast.IfExp) -> Node:
+    def visit_ifexp(self, at: ast.IfExp) -> Node:
         return self.choice(at, at.test, at.body, at.orelse)
 
-    def visit_Call(self, at: ast.Call) -> Node:
+    def visit_call(self, at: ast.Call) -> Node:
         if not isinstance(at.func, ast.Name) or at.func.id not in FUNCTIONS:
             name = ast.unparse(at.func)
             close = difflib.get_close_matches(name, FUNCTIONS, 1)
             guess = f"did you mean {close[0]}? " if close else ""
-            self.fail(at.func, f"{name:.40} is no function here; {guess}there are {', '.join(FUNCTIONS)}")
+            raise self.error(at.func, f"{name:.40} is no function here; {guess}there are {', '.join(FUNCTIONS)}")
         name = at.func.id
         least, most = FUNCTIONS[name]
         if at.keywords or any(isinstance(x, ast.Starred) for x in at.args) or not least <= len(at.args) <= most:
             count = f"{least}" if least == most else f"{least} to {most}"
-            self.fail(at, f"{name} takes {count} argument{'s' * (most > 1)}")
+            raise self.error(at, f"{name} takes {count} argument{'s' * (most > 1)}")
         if name == "where":
             return self.choice(at, *at.args)
         nodes = [self.visit(x) for x in at.args]
@@ -420,32 +437,36 @@ class Parser:
             return x if x.type == "int" else self.graph.node("int", "int", x)
         return self.graph.node(name, "real", self.graph.real(x))
 
-    def visit_Subscript(self, at: ast.Subscript) -> Node:
+    def visit_subscript(self, at: ast.Subscript) -> Node:
         if not isinstance(at.value, ast.Name):
-            self.fail(at.value, "only an array that is given by name can be indexed")
+            raise self.error(at.value, "only an array that is given by name can be indexed")
         name = at.value.id
         if name not in self.operands:
             self.visit(at.value)  # an unknown name says so
-            self.fail(at.value, f"{name} is {KINDS[NAMES.get(name, 'int')]} and cannot be indexed")
+            raise self.error(at.value, f"{name} is {KINDS[NAMES.get(name, 'int')]} and cannot be indexed")
         operand = self.operands[name]
         if operand.axes is None:
-            self.fail(at.value, f"{name} is a number and cannot be indexed")
+            raise self.error(at.value, f"{name} is a number and cannot be indexed")
         self.used.add(name)
         index = at.slice.elts if isinstance(at.slice, ast.Tuple) else [at.slice]
         if len(index) != operand.axes:
-            self.fail(at, f"{name} has {operand.axes} axes, and this is an index for {len(index)}")
+            raise self.error(at, f"{name} has {operand.axes} axes, and this is an index for {len(index)}")
         nodes = []
         for part in index:
             if isinstance(part, ast.Slice):
-                self.fail(at, "a slice is no element; index each axis by a whole number")
+                raise self.error(at, "a slice is no element; index each axis by a whole number")
             x = self.visit(part)
             if x.type != "int":
-                self.fail(part, f"an index must be a whole number, this is {KINDS[x.type]}; int(x) rounds towards 0")
+                raise self.error(
+                    part, f"an index must be a whole number, this is {KINDS[x.type]}; int(x) rounds towards 0"
+                )
             nodes.append(x)
         load = self.graph.node("load", operand.type, *nodes, value=name)
         slots = slots_of(load)
         if slots is None:
-            self.fail(at, f"{name} has more than two axes whose index is not just b or h; join some of them to one")
+            raise self.error(
+                at, f"{name} has more than two axes whose index is not just b or h; join some of them to one"
+            )
         return load
 
     # ---- types ----
@@ -453,7 +474,7 @@ class Parser:
         condition = self.condition(test, self.visit(test))
         x, y = self.visit(yes), self.visit(no)
         if (x.type == "bool") != (y.type == "bool"):
-            self.fail(at, f"both values must be of one kind: one is {KINDS[x.type]}, the other {KINDS[y.type]}")
+            raise self.error(at, f"both values must be of one kind: one is {KINDS[x.type]}, the other {KINDS[y.type]}")
         if x.type != "bool":
             x, y = self.alike(x, y)
         return self.graph.node("where", x.type, condition, x, y)
@@ -470,12 +491,14 @@ class Parser:
 
     def condition(self, at: ast.AST, x: Node) -> Node:
         if x.type != "bool":
-            self.fail(at, f"a condition must be True or False, this is {KINDS[x.type]}; compare it, as in x != 0")
+            raise self.error(
+                at, f"a condition must be True or False, this is {KINDS[x.type]}; compare it, as in x != 0"
+            )
         return x
 
     def numbers(self, whole: ast.AST, at: ast.AST, x: Node) -> None:
         if x.type == "bool":
-            self.fail(at, "arithmetic with True or False; write where(..., 1, 0) for a number")
+            raise self.error(at, "arithmetic with True or False; write where(..., 1, 0) for a number")
 
     def alike(self, x: Node, y: Node) -> tuple[Node, Node]:
         return (x, y) if x.type == y.type else (self.graph.real(x), self.graph.real(y))
@@ -534,7 +557,7 @@ def evaluate(roots: Iterable[Node], real: np.dtype[Any], leaf: Callable[[Node, t
         for x in reached(roots):
             arguments = tuple(values[a] for a in x.args)
             if x.op == "const":
-                values[x] = {"int": np.int32, "real": real.type, "bool": np.bool_}[x.type](x.value)
+                values[x] = number_type(x.type, real)(x.value)
             elif x.op in ("name", "scalar", "load"):
                 values[x] = leaf(x, arguments)
             elif x.op == "real":
@@ -542,6 +565,12 @@ def evaluate(roots: Iterable[Node], real: np.dtype[Any], leaf: Callable[[Node, t
             else:
                 values[x] = NUMPY[x.op](*arguments)
     return [values[root] for root in roots]
+
+
+def number_type(kind: Type, real: np.dtype[Any]) -> Callable[[Any], Any]:
+    """NumPy's type of the numbers of a type."""
+    types: dict[Type, Callable[[Any], Any]] = {"int": np.int32, "real": real.type, "bool": np.bool_}
+    return types[kind]
 
 
 def whole(x: Any) -> Any:
@@ -602,9 +631,9 @@ CUDA: dict[str, str] = {
     "int real": "whole({0})",
     **{f"{name} real": f"{name}_of({{0}})" for name in ("exp", "log", "tanh", "sqrt", "floor")},
     **{
-        f"{op} {type}": f"{{0}} {sign} {{1}}"
+        f"{op} {kind}": f"{{0}} {sign} {{1}}"
         for op, sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items()
-        for type in ("int", "real", "bool")
+        for kind in ("int", "real", "bool")
     },
 }
 

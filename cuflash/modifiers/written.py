@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
@@ -38,6 +38,7 @@ from cuflash.modifiers.expression import (
     Type,
     evaluate,
     is_constant,
+    number_type,
     reached,
     slots_of,
 )
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
     from cuflash.problem import Problem
 
+REAL_DTYPES = ("float16", "bfloat16", "float32", "float64")
 KEPT = 256  # classes that stay for the next use, beside those that somebody has
 
 
@@ -212,23 +214,13 @@ class Written(Modifier):
     def computed(self, roots: Iterable[Node], tile: Tile, real: np.dtype[Any], s: Array | None = None) -> list[Array]:
         """Values of nodes in a tile."""
         accesses = {a.load: a for a in self.program.accesses}
-        types = {"int": np.int32, "real": real.type, "bool": np.bool_}
 
         def leaf(x: Node, index: tuple[Any, ...]) -> Any:
             if x.op == "load":
                 return self.elements(accesses[x], tile, index, real)
             if x.op == "scalar":
-                return types[x.type](self.given[x.value].value)
-            return {
-                "s": lambda: s,
-                "b": lambda: tile.entries,
-                "h": lambda: tile.heads,
-                "kv": lambda: tile.heads // np.int32(tile.problem.group),
-                "q": lambda: tile.q.astype(np.int32),
-                "k": lambda: tile.k.astype(np.int32),
-                "seq_q": lambda: np.int32(tile.problem.seq_q),
-                "seq_k": lambda: np.int32(tile.problem.seq_k),
-            }[x.value]()
+                return number_type(x.type, real)(self.given[x.value].value)
+            return s if x.value == "s" else PLACES_IN_NUMPY[x.value](tile)
 
         return evaluate(roots, real, leaf)
 
@@ -247,6 +239,17 @@ class Written(Modifier):
         places = np.broadcast_arrays(*table_index(a, to.shape, tile, tuple(index)), terms)[:-1]
         flat = np.ravel_multi_index(tuple(places), to.shape).ravel()
         to += np.bincount(flat, terms.ravel(), to.size).reshape(to.shape).astype(to.dtype)
+
+
+PLACES_IN_NUMPY: dict[str, Callable[[Tile], Any]] = {
+    "b": lambda tile: tile.entries,
+    "h": lambda tile: tile.heads,
+    "kv": lambda tile: tile.heads // np.int32(tile.problem.group),
+    "q": lambda tile: tile.q.astype(np.int32),
+    "k": lambda tile: tile.k.astype(np.int32),
+    "seq_q": lambda tile: np.int32(tile.problem.seq_q),
+    "seq_k": lambda tile: np.int32(tile.problem.seq_k),
+}
 
 
 def table_index(a: Access, shape: tuple[int, ...], tile: Tile, index: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -419,10 +422,15 @@ def described_one(name: str, x: Any) -> Given:
         ) from None
     if not shape:
         raise ArgumentError(f"{name} is an array without axes; pass a Python number, or an array of one axis")
-    kinds: dict[str, Type] = {"bool": "bool", "int": "int", "uint": "int", "float": "real", "bfloat": "real"}
-    kind = next((kinds[start] for start in kinds if dtype.startswith(start)), None)
-    if kind is None:
-        raise ArgumentError(f"{name} has dtype {dtype}: must be real numbers, integers or bool; convert it with astype")
+    kind: Type
+    if dtype in REAL_DTYPES:
+        kind = "real"
+    elif dtype.startswith(("int", "uint", "bool")):
+        kind = "bool" if dtype == "bool" else "int"
+    else:
+        raise ArgumentError(
+            f"{name} has dtype {dtype}: must be one of {', '.join(REAL_DTYPES)}, integers or bool; convert it with astype"
+        )
     return Given(kind, shape, dtype, x)
 
 
@@ -433,7 +441,8 @@ def made(base: type[Written], expression: str, gradients: Any, given: dict[str, 
         if name not in given or given[name].shape is None or given[name].type != "real":
             arrays = ", ".join(n for n, x in given.items() if x.shape is not None and x.type == "real") or "none"
             raise ArgumentError(
-                f"gradients={gradients!r:.80} of {base.called}: {name!r} is no array of real numbers given to it; there are: {arrays}"
+                f"gradients={gradients!r:.80} of {base.called}: {name!r} is no array of real numbers; "
+                f"given are: {arrays}"
             )
         if name in ("q", "k", "v"):
             raise ArgumentError(
@@ -441,7 +450,7 @@ def made(base: type[Written], expression: str, gradients: Any, given: dict[str, 
             )
     names = tuple(dict.fromkeys(names))
     operands = tuple((n, Operand(x.type, None if x.shape is None else len(x.shape))) for n, x in given.items())
-    kind = class_of(base, expression, operands, names)
+    kind = class_of(cast(Any, base), expression, operands, names)
     new = object.__new__(kind)
     object.__setattr__(new, "expression", kind.text)  # type: ignore[attr-defined]
     object.__setattr__(new, "scalars", tuple((n, x.value) for n, x in given.items() if x.shape is None))
@@ -490,7 +499,8 @@ def programmed(
     parser: Parser, name: str, root: Node, operands: Mapping[str, Operand], gradients: tuple[str, ...]
 ) -> Program:
     """All that follows from the root of an expression."""
-    graph, accesses = parser.graph, []
+    graph = parser.graph
+    accesses: list[Access] = []
     for x in reached([root]):
         if x.op == "load":
             i, slots = len(accesses), cast(Slots, slots_of(x))
@@ -505,14 +515,21 @@ def programmed(
         slope = graph.derivative(root, score)
         if is_constant(slope, 1):
             slope = None
-    partials = {}
+    partials: dict[str, Node] = {}
     for array in gradients:
         found = {a.field: graph.derivative(root, a.load) for a in accesses if a.array == array}
         found = {field: x for field, x in found.items() if not is_constant(x, 0)}
         if not found:
             raise ArgumentError(
-                f"{parser.title}: gradients names {array}, and the derivative of {parser.text!r} by it is 0 everywhere; leave it out"
+                f"{parser.title}: gradients names {array}, and the derivative of "
+                f"{parser.text!r} by it is 0 everywhere; leave it out"
             )
+        for a in accesses:
+            if a.field in found and any(x.op == "name" and x.value == "s" for x in reached(a.load.args)):
+                raise ArgumentError(
+                    f"{parser.title}: gradients names {array}, whose index depends on the score, and no backend offers that "
+                    "gradient; leave it out"
+                )
         partials |= found
     parser.check_size([root, *([slope] if slope else []), *partials.values()])
     scalars = {n: f"{name}_of_{n}" for n, x in operands.items() if x.axes is None}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cuflash import tuning
 from cuflash.errors import UnsupportedError
+from cuflash.modifiers import Written
 from cuflash.problem import Problem
 from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
 
@@ -179,6 +180,11 @@ def is_crowded(problem: Problem) -> bool:
     return len(looking) >= 4 and any(m.knows_tiles() for m in looking)
 
 
+def differentiates(problem: Problem) -> bool:
+    """Whether the backward adds to gradients of what expressions read."""
+    return any(isinstance(m, Written) and m.differentiable for m in problem.modifiers)
+
+
 def forward_registers(problem: Problem, tile: tuning.ForwardTile, aligned: bool, statistics: bool = False) -> int:
     """Registers that the accumulators, scores and kept queries of a warp may take.
 
@@ -199,7 +205,7 @@ def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit
     chunked = max(problem.head_dim, problem.head_dim_v) > 128
     if is_rich(problem):
         if chunked:
-            return 80 if aligned else 48
+            return 80 if aligned and not differentiates(problem) else 48
         return 144 if tile.query_warps > 1 and aligned and shared_limit > SM_75_SHARED else 112
     if shared_limit <= SM_75_SHARED:  # which copies through registers
         return 112

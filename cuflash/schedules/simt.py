@@ -17,6 +17,7 @@ from itertools import product
 
 from cuflash import tuning
 from cuflash.errors import UnsupportedError
+from cuflash.modifiers import Written
 from cuflash.problem import Problem
 from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.rows import BackwardConvertSimt
@@ -251,7 +252,9 @@ def convert(problem: Problem, main: BackwardSimt) -> BackwardConvertSimt:
 def modifier_registers(problem: Problem) -> int:
     """Registers that the modifiers of a call take."""
     # What knows tiles is compiled twice: for tiles whose elements are tested and for those that are clear.
-    count = sum(3 if m.knows_tiles() else 1 for m in problem.modifiers if m.kind in ("score", "mask"))
+    # Gradients of what an expression reads may need the scores that entered it.
+    looking = [m for m in problem.modifiers if m.kind in ("score", "mask")]
+    count = sum(3 if m.knows_tiles() or (isinstance(m, Written) and m.program.needs_score) else 1 for m in looking)
     count += problem.is_packed and (count > 0 or problem.dtype == "float64")  # what is left has no room for bounds
     single = MODIFIER * count * (2 if problem.dtype == "float64" else 1)
     return single + (6 if problem.modifiers else 0)

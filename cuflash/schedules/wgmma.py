@@ -190,9 +190,9 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
     changed = [m.name for m in problem.modifiers if m.kind in ("score", "mask")]
     widest = max(problem.head_dim, problem.head_dim_v)
     others = [name for name in changed if name != "softcap"]
-    if asked := [m for m in problem.modifiers if isinstance(m, Written) and (m.gradients or m.has_slope())]:
-        if for_backward:
-            return f"its backward has no room for the derivatives of {asked[0]!r}"
+    derived = [m for m in problem.modifiers if isinstance(m, Written) and (m.gradients or m.has_slope())]
+    if for_backward and derived:
+        return f"its backward has no room for the derivatives of {derived[0]!r}"
     if for_backward and others and others != changed and widest > 96:
         return f"its backward has no room for the slopes of softcap beside {', '.join(others)} at head size {widest}"
     try:
