@@ -52,7 +52,7 @@ OPERANDS = {
 
 
 #: fields of modifiers that expressions made (modifiers/written.py)
-WRITTEN = re.compile(r"(score|mask)_[0-9a-f]{10}_at\d+_(\w+)")
+WRITTEN = re.compile(r"(score|mask)_[0-9a-f]{16}_at\d+_(\w+)")
 
 
 def operand_title(name: str) -> str:

@@ -116,6 +116,8 @@ def entries() -> Iterator[Entry]:
         yield Entry(arch, dtype, size, size, "everything", statistics=STATISTICS)
     for name, option in product(STATISTICS, ("plain", "sparse-everything")):
         yield Entry(80, "bfloat16", 128, 128, option, aligned=option == "plain", statistics=(name,))
+    for (arch, dtype), option in product(((75, "float32"), (80, "bfloat16")), ("written-everything",)):
+        yield Entry(arch, dtype, 64, 64, option, aligned=False)
     # What takes the most registers of each tile; what many modifiers take is much the same for all head sizes.
     for sizes, option in product(HOPPER_SIZES, ("plain", "causal")):
         yield hopper("bfloat16", sizes, option)
@@ -123,6 +125,7 @@ def entries() -> Iterator[Entry]:
         yield hopper("bfloat16", sizes, option)
     for sizes in ((64, 64), (128, 128), (192, 192), (256, 256)):
         yield hopper("bfloat16", sizes, "everything")
+    yield hopper("bfloat16", (128, 128), "written")
     for sizes, option in product(((16, 16), (64, 64), (72, 72), (128, 128)), ("plain", "causal", "ranges")):
         yield hopper("bfloat16", sizes, option, LONG)
     for option in ("plain", "ranges"):

@@ -305,7 +305,7 @@ def test_other_numbers_arrays_and_lengths_compile_nothing():
 def test_the_name_is_the_same_in_every_process():
     """It is part of the key under which compiled kernels are kept on disk."""
     own = ScoreModifier("s - slope[h] * abs(q - k)", slope=[1.0])
-    assert own.name == "score_62bd8e06e8"
+    assert own.name == "score_62bd8e06e82351c3"
     assert REGISTRY[own.name] is type(own)
     assert f"struct {type(own).__name__} " in own.cuda
     assert '#line 1 "s - slope[h] * abs(q - k)"' in own.cuda

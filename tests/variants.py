@@ -108,6 +108,7 @@ class Entry:
 def options(name: str, dtype: np.dtype, seq_q: int, seq_k: int = LENGTH) -> dict:
     """Keywords of a call by name."""
     statistics = np.float64 if dtype == np.float64 else np.float32
+    own = WRITTEN[statistics]
     single = {
         "plain": {},
         "causal": {"causal": True},
@@ -120,8 +121,7 @@ def options(name: str, dtype: np.dtype, seq_q: int, seq_k: int = LENGTH) -> dict
         "documents": {"modifiers": (Documents(np.ones(seq_q, np.int32), np.ones(seq_k, np.int32)),)},
         "blocks": {"modifiers": (BlockMask(np.ones((-(-seq_q // 16), seq_k // 16), bool), 16),)},
         "negative-scale": {"scale": -1.0},
-        "written": {"modifiers": written(statistics)},
-        "written-additive": {"modifiers": written(statistics)[1:]},
+        "written": {"modifiers": own},
         "packed": {"packed": Packed(np.array([0, seq_q], np.int32), np.array([0, seq_k], np.int32), 1)},
     }
     parts = [single[part] for part in TOGETHER.get(name, (name,))]
@@ -178,12 +178,15 @@ def decode_variants(
         yield step.variant
 
 
+#: kept, because what is compiled for an expression is known as long as something has it
+WRITTEN = {real: written(real) for real in (np.float32, np.float64)}
 RANGES = ("causal", "window", "lengths")
 #: several options as one
 TOGETHER = {
     "everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths"),
     "sparse-causal": ("causal", "documents", "blocks"),
     "sparse-everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths", "documents", "blocks"),
+    "written-everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths", "written"),
     "packed-causal": ("packed", "causal"),
     "packed-everything": ("packed", "causal", "window", "softcap", "alibi"),
     "ranges": RANGES,
@@ -207,6 +210,7 @@ OPTIONS = (
     "packed-everything",
     "sparse-causal",
     "negative-scale",
+    "written",
     "everything",
     "sparse-everything",
 )

@@ -12,6 +12,8 @@ backend in both directions.  Four kinds exist:
 * ``place``: says which sequence a tile belongs to (packed.py alone), before anything looks at positions.
 
 The order of a chain is fixed: scale, softcap, other score modifiers, bias, then everything that hides keys.
+
+A modifier is a file of this folder, or an expression of a user from which the same follows (written.py).
 """
 
 from __future__ import annotations

@@ -90,6 +90,11 @@ class Program:
         """Whether a partial derivative depends on the score."""
         return any(x.op == "name" and x.value == "s" for x in reached(self.partials.values()))
 
+    @property
+    def size(self) -> int:
+        """Operations of the expression."""
+        return sum(bool(x.args) for x in reached([self.root]))
+
     def access(self, field: str) -> Access:
         return next(a for a in self.accesses if a.field == field)
 
@@ -475,7 +480,7 @@ def class_of(
     parser = Parser(base.called, expression, dict(operands), hidden)
     root, text = parser.parse("bool" if base.kind == "mask" else "real")
     identity = repr((base.kind, text, operands, gradients))
-    name = f"{base.kind}_{hashlib.sha256(identity.encode()).hexdigest()[:10]}"
+    name = f"{base.kind}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     with _lock:
         found = CLASSES.get(name)
         if found is None:

@@ -17,7 +17,7 @@ from itertools import product
 
 from cuflash import tuning
 from cuflash.errors import UnsupportedError
-from cuflash.modifiers import Written
+from cuflash.modifiers import Modifier, Written
 from cuflash.problem import Problem
 from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.rows import BackwardConvertSimt
@@ -249,12 +249,17 @@ def convert(problem: Problem, main: BackwardSimt) -> BackwardConvertSimt:
     return BackwardConvertSimt(block_q=main.block_q if problem.is_packed else 0)
 
 
+def pressure(modifier: Modifier) -> int:
+    """What one modifier that looks at single scores takes, in units of `MODIFIER`."""
+    if isinstance(modifier, Written):  # gradients of what it reads may need the scores that entered it
+        return 2 + modifier.program.needs_score + modifier.program.size // 16
+    return 3 if modifier.knows_tiles() else 1
+
+
 def modifier_registers(problem: Problem) -> int:
     """Registers that the modifiers of a call take."""
     # What knows tiles is compiled twice: for tiles whose elements are tested and for those that are clear.
-    # Gradients of what an expression reads may need the scores that entered it.
-    looking = [m for m in problem.modifiers if m.kind in ("score", "mask")]
-    count = sum(3 if m.knows_tiles() or (isinstance(m, Written) and m.program.needs_score) else 1 for m in looking)
+    count = sum(pressure(m) for m in problem.modifiers if m.kind in ("score", "mask"))
     count += problem.is_packed and (count > 0 or problem.dtype == "float64")  # what is left has no room for bounds
     single = MODIFIER * count * (2 if problem.dtype == "float64" else 1)
     return single + (6 if problem.modifiers else 0)
@@ -277,7 +282,9 @@ def forward(
     taken, sizes = modifier_registers(problem), (problem.head_dim, problem.head_dim_v)
     found = None
     if problem.dtype == "float64" and tensor:
-        found = best_tensor_forward(*sizes, longest(problem.longest_q), taken, shared_limit, aligned, statistics)
+        # What expressions compute of a score takes registers, too, twice as many as what statistics keep of it.
+        rich = statistics + 2 * any(isinstance(m, Written) for m in problem.modifiers)
+        found = best_tensor_forward(*sizes, longest(problem.longest_q), taken, shared_limit, aligned, rich)
     if found is None:
         itemsize = 8 if problem.dtype == "float64" else 4
         taken += STATISTICS if statistics else 0
@@ -304,9 +311,12 @@ def best_tensor_forward(
     modifiers: int,
     shared_limit: int,
     aligned: bool,
-    statistics: bool = False,
+    kept: int = 0,
 ) -> ForwardSimt | None:
-    """The fastest by estimate of the tiles whose products are mma.m16n8k8, or None: 16 rows of values must fit a warp."""
+    """The fastest by estimate of the tiles whose products are mma.m16n8k8, or None: 16 rows of values must fit a warp.
+
+    `kept` is how many numbers there are beside each score.
+    """
     best: tuple[float, ForwardSimt] | None = None
     width = padded(head_dim_v, 8)
     for row_blocks, block_k, warps in product((1, 2), (64, 48, 32, 24, 16, 8), (8, 4, 2, 1)):
@@ -317,7 +327,7 @@ def best_tensor_forward(
         pressure += (0 if modifiers < 12 * MODIFIER else 8 if modifiers < 16 * MODIFIER else 16) + (
             0 if aligned or modifiers < 12 * MODIFIER else 24
         )
-        pressure += row_blocks * block_k if statistics else 0
+        pressure += row_blocks * block_k * kept
         shared_bytes = config.shared_bytes(8)
         if pressure > 176 or shared_bytes > shared_limit or (config.block_q > max_q and warps * row_blocks > 1):
             continue

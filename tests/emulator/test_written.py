@@ -1,0 +1,107 @@
+"""Modifiers that users write, in the emulator: their CUDA text against the reference, and against the built-in ones bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash import arrays, problem, tuning
+from cuflash.modifiers import ALiBi, MaskModifier, Modifier, ScoreModifier
+from tests import written_cases
+from tests.cases import Case
+from tests.emulator.kernels import SEEDS, backward, check_call, forward
+from tests.emulator.test_mma import target_id
+from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
+from tests.emulator.test_simt import tile as simt_tile  # noqa: F401 (a fixture)
+from tests.emulator.test_wgmma import TILE, hopper
+from tests.packs import Judge, Pack
+
+SIZES = (2, 4, 37, 50)
+MMA, SIMT = (80, "bfloat16"), (75, "float32")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(mma_tile: Any, simt_tile: Any) -> None:  # noqa: F811
+    """Every test runs with them."""
+
+
+def made(dtype: str, chain: tuple[Modifier, ...], **options: Any) -> tuple[problem.Call, Any, Any]:
+    """A call of 2 query heads for each of 2 key heads."""
+    case = replace(Case("own", dtype, heads_q=4, seq_q=SIZES[2], seq_k=SIZES[3], dlse=True), **options)
+    arrays = case.make()
+    call = problem.describe(arrays["q"], arrays["k"], arrays["v"], **{**arrays["options"], "modifiers": chain})
+    return call, arrays["dout"], arrays["dlse"]
+
+
+@pytest.mark.parametrize(
+    ("target", "names", "options"),
+    [
+        (MMA, ("composed",), {"softcap": 5.0, "bias": "hqk", "causal": True}),
+        (MMA, ("table", "masks"), {}),
+        (SIMT, ("slopes", "clamped table"), {"scale": -0.3}),
+        (SIMT, ("everything",), {"window": (30, 9), "lengths": (50, 31)}),
+    ],
+    ids=lambda x: target_id(x) if x in (MMA, SIMT) else "-".join(x),
+)
+def test_chains(target: tuple[int, str], names: tuple[str, ...], options: dict[str, Any]) -> None:
+    """Values, slopes and gradients, with built-in modifiers before and behind."""
+    options = dict(options)
+    case = Case("own", lengths=options.pop("lengths", None), seq_k=SIZES[3]).make()["options"]["modifiers"]
+    chain = (*case, *(m for name in names for m in written_cases.chains(SIZES)[name]))
+    check_call(*made(target[1], chain, **options), target[0], SEEDS)
+
+
+def test_numbers() -> None:
+    """Whole numbers wrap and round down as on the host, and nothing is undefined."""
+    text = (
+        "s + ((q - 9) // 4 + (q - 9) // -4 + (q - 9) % 5 - (q - 9) % -5 + q // (k - 7) + q % (k - 7) + (k - 9) // (q - 5)) / 8"
+        " + (q * 2147483647 * 2 + 2 * q + abs(-2147483647 - 1 - q + q) // 536870912 + (-2147483647 - 1) // -1 % 7) / 4.0"
+        " + int(q / 2 - k / 4) * 0.125 + int(1e30) // 536870912 + int(-inf) // 536870912 + int(inf - inf)"
+        " + floor(k / 4) / 16 + abs(-s) / 4 + rel[q * k - 100] + rel[-q] + (0.5 if not (q < k) == (k % 2 == 0) else h / 4)"
+    )
+    rel = np.random.default_rng(0).standard_normal(60).astype(np.float32)
+    call, dout, dlse = made("float32", (ScoreModifier(text, rel=rel),))
+    check_call(call, dout, dlse, 75, (0, 1), sanitize=True)
+
+
+@pytest.mark.parametrize("target", [MMA, SIMT], ids=target_id)
+def test_as_the_built_in_one(target: tuple[int, str]) -> None:
+    """Equal bits of every result but dq, which blocks add to in any order."""
+    slopes = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+    own = ScoreModifier("s - slope[h] * abs(q + seq_k - seq_q - k)", slope=slopes)
+    found = []
+    for modifier in (own, ALiBi(slopes)):
+        call, dout, dlse = made(target[1], (modifier,), causal=True)
+        out, lse = forward(call, target[0], 3)
+        gradients = backward(call, out, lse, dout, dlse, target[0], 3, deterministic=True)
+        found.append((out, lse, *gradients))
+    for got, want in zip(*found, strict=True):
+        assert got.tobytes() == want.tobytes()
+
+
+def test_packed_sequences() -> None:
+    """Positions and lengths are those of each sequence."""
+    rel, slope = np.linspace(-1, 1, 9, dtype=np.float32), np.array([0.5, 0.1], np.float32)
+    chain = (
+        ScoreModifier("s - slope[h] * (q % 5) + rel[q - k] / seq_k", slope=slope, rel=rel),
+        MaskModifier("k <= q or k > seq_q - 3"),
+    )
+    made = Pack((33, 0, 7), (40, 9, 20), dtype="bfloat16", behind=(9, 17)).make()
+    packed = arrays.native_packed(*made["offsets"], None, None, len(made["q"]), len(made["k"]), arrays.HOST)
+    call = problem.describe_packed(made["q"], made["k"], made["v"], packed, modifiers=chain)
+    dout = made["dout"].swapaxes(0, 1)
+    judge = Judge(call, dout)
+    for seed in SEEDS:
+        out, lse = forward(call, 80, seed)
+        judge.check_forward(out, lse)
+        judge.check_backward(backward(call, out, lse, dout, None, 80, seed))
+
+
+def test_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forward takes expressions of any derivative."""
+    monkeypatch.setattr(tuning, "FORWARD_WGMMA", (TILE,))
+    call, _, _ = made("bfloat16", written_cases.chains(SIZES)["composed"][1:])
+    check_call(call, None, None, hopper(), SEEDS, requested="wgmma", with_backward=False)

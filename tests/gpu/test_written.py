@@ -1,0 +1,98 @@
+"""Modifiers that users write, on the device: every chain in every dtype, fresh arrays, graphs, and what a first use costs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import ALiBi, MaskModifier, ScoreModifier, problem, reference
+from cuflash.modifiers.written import Written
+from tests import written_cases
+from tests.cases import DTYPES, Case
+from tests.gpu.device import Device, Kind
+from tests.tolerance import Expectation
+
+SIZES = (2, 4, 200, 330)
+
+
+def put(device: Device, chain: tuple[Written, ...]) -> list[Written]:
+    """The chain with its arrays on the device."""
+    return [m.with_arrays({name: device.put(x.value) for name, x in m.named_arrays().items()}) for m in chain]
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("name", written_cases.NAMES)
+def test_chains(device: Device, kind: Kind, name: str, place: str) -> None:
+    """Forward and backward against the reference, gradients of arrays included."""
+    case = Case(
+        "own", kind.dtype, heads_q=4, seq_q=SIZES[2], seq_k=SIZES[3], head_dim=32, dlse=True, causal=name == "table"
+    )
+    made = case.make()
+    chain: Any = written_cases.chains(SIZES, np.float64 if kind.dtype == "float64" else np.float32)[name]
+    call = problem.describe(made["q"], made["k"], made["v"], **{**made["options"], "modifiers": chain})
+    expectation = Expectation(call, made["dout"], made["dlse"])
+    q, k, v, dout = (device.put(made[x]) for x in ("q", "k", "v", "dout"))
+    backend = "mma" if kind.backend == "wgmma" and any(m.gradients or m.has_slope() for m in chain) else kind.backend
+    options = {
+        "modifiers": put(device, chain) if place == "device" else chain,
+        "backend": backend,
+        "causal": case.causal,
+    }
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    expectation.check_forward(device.get(out), device.get(lse))
+    found = cuflash.attention_backward(dout, q, k, v, out, lse, dlse=device.put(made["dlse"]), **options)
+    want = reference.backward(call, made["dout"], made["dlse"])
+    for field in ("dq", "dk", "dv"):
+        error = abs(device.get(getattr(found, field)).astype(np.float64) - getattr(want, field)).max()
+        assert error <= 2e-2 * max(1, abs(getattr(want, field)).max()), field
+    for m in chain:
+        parts = {n: getattr(want, f"d{n}") for n in m.differentiable}
+        for array in m.gradients:
+            got, whole = device.get(getattr(found, f"d{array}")).astype(np.float64), m.gradient(array, parts)
+            assert abs(got - whole).max() <= 2e-2 * max(1, abs(whole).max()), array
+    device.check_inputs()
+
+
+def test_as_the_built_in_one(device: Device, kind: Kind) -> None:
+    """Distances from the diagonal: equal bits forward."""
+    rng = np.random.default_rng(0)
+    q, k, v = (device.put(rng.standard_normal((2, 4, n, 64)).astype(DTYPES[kind.dtype])) for n in (200, 330, 330))
+    slopes = np.array([0.5, 0.25, 0.125, 0.0625])
+    own = ScoreModifier("s - slope[h] * abs(q + seq_k - seq_q - k)", slope=slopes)
+    got, want = (
+        device.get(cuflash.attention(q, k, v, modifiers=[m], backend=kind.backend)) for m in (own, ALiBi(slopes))
+    )
+    np.testing.assert_allclose(
+        got.astype(np.float64), want.astype(np.float64), atol=1e-2 if got.itemsize == 2 else 1e-5
+    )
+
+
+def test_other_arrays_and_numbers_compile_nothing(device: Device, kind: Kind) -> None:
+    """And the first use of an expression takes seconds at most: the limit leaves room for a slow processor."""
+    q, k, v = (device.put(np.ones((1, 2, 64, 64), DTYPES[kind.dtype])) for _ in range(3))
+
+    def run(scale: float, n: int) -> float:
+        own = ScoreModifier("s * c + far[clip % 7, abs(q - k)]", c=scale, clip=n, far=np.zeros((7, 40 + n)))
+        start = time.perf_counter()
+        device.get(cuflash.attention(q, k, v, modifiers=[own, MaskModifier("k <= q or k > 60")], backend=kind.backend))
+        return time.perf_counter() - start
+
+    first, *later = (run(0.5 + n, n) for n in range(4))
+    assert first < 20
+    assert max(later) < max(0.3, first / 2)
+
+
+def test_arrays_that_change_between_replays(device: Device, kind: Kind) -> None:
+    """What an expression reads of an array on the device is what stands there when the kernel runs."""
+    q, k, v = (device.put(np.ones((1, 2, 64, 64), DTYPES[kind.dtype])) for _ in range(3))
+    hidden = device.put(np.zeros(64, bool))
+    own = MaskModifier("not hidden[k]", hidden=hidden)
+    options = {"modifiers": [own], "backend": kind.backend, "return_lse": True}
+    _, before = cuflash.attention(q, k, v, **options)
+    hidden[32:] = True
+    _, after = cuflash.attention(q, k, v, **options)
+    np.testing.assert_allclose(device.get(before) - device.get(after), np.log(2), rtol=1e-3)
