@@ -153,6 +153,19 @@ def test_tiles(name, dtype):
         expectation.check_backward(numpy_backend.backward(call, out, lse, made["dout"], made["dlse"], **blocks))
 
 
+def test_heads_and_entries_have_their_numbers_in_every_chunk(monkeypatch):
+    monkeypatch.setattr(numpy_backend, "TILE_SCORES", 400)
+    q, k, v = inputs("float64")
+    chain = [ScoreModifier("s * (1 + h) + b * k / (1.0 + kv)"), MaskModifier("(k + h + b) % 3 != 0")]
+    call = problem.describe(q, k, v, modifiers=chain)
+    assert len(list(numpy_backend.chunks(call, 16, 16))) == BATCH * HEADS // 2
+    out, lse = numpy_backend.forward(call, block_q=16, block_k=16)
+    np.testing.assert_allclose(out, reference.forward(call)[0], atol=1e-12)
+    found = numpy_backend.backward(call, out, lse, q, block_q=16, block_k=16)
+    for got, want in zip(found, reference.backward(call, q), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-11)
+
+
 def test_batch_axes_count_as_one():
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((3, 2, 2, 9, 4)) for _ in range(3))
