@@ -32,6 +32,7 @@ class TensorMap:
     sizes: tuple[int, int, int, int]  # columns, rows, heads, batch entries
     strides: tuple[int, int, int]  # bytes between rows, heads, batch entries
     box_rows: int
+    origin: int = 0  # bytes from the array's beginning to row 0 of head 0 and entry 0
 
     @property
     def box(self) -> tuple[int, int, int, int]:
@@ -59,8 +60,13 @@ def describe(name: str, problem: Problem, place: Placed, box_rows: int) -> Tenso
             raise UnsupportedError(
                 f"{name} has a stride of {stride} bytes along its {axis} axis; TMA takes positive ones below 2^40"
             )
-    used = tuple(s if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
-    return TensorMap(name, ELEMENTS[problem.dtype], sizes, (used[0], used[1], used[2]), box_rows)
+    row, head, batch = (s if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
+    if problem.is_packed:
+        # Whatever row r of those that end at row e: r - e rows before the last one, and e entries, a row each, further on.
+        return TensorMap(
+            name, ELEMENTS[problem.dtype], (width, rows, heads, rows + 1), (row, head, row), box_rows, -rows * row
+        )
+    return TensorMap(name, ELEMENTS[problem.dtype], sizes, (row, head, batch), box_rows)
 
 
 def encode(tensor_map: TensorMap, address: int) -> bytes:
@@ -72,7 +78,7 @@ def encode(tensor_map: TensorMap, address: int) -> bytes:
         ctypes.c_void_p(at),
         ctypes.c_int(tensor_map.element),
         word(rank),
-        ctypes.c_void_p(address),
+        ctypes.c_void_p(address + tensor_map.origin),
         (long * rank)(*tensor_map.sizes),
         (long * (rank - 1))(*tensor_map.strides),
         (word * rank)(*tensor_map.box),

@@ -13,9 +13,10 @@ struct Work {
   Work() = default;
   __device__ __forceinline__ Work(const Params& p, int index) {
     // Longest first: under a causal mask the first keys are seen by the most queries.
-    const int key_tiles = tiles_of(p.seq_k, Config::kBlockK), tile = index % key_tiles;
+    const int key_tiles = Place::key_tiles<Config::kBlockK>(p);
+    const int tile = place.enter_keys<Config::kBlockK>(p, index % key_tiles);
     index /= key_tiles;
-    keys = {tile * Config::kBlockK, min(p.seq_k, (tile + 1) * Config::kBlockK)};
+    keys = {tile * Config::kBlockK, min(place.seq_k(p), (tile + 1) * Config::kBlockK)};
     batch = index / p.heads_k;
     place.head_k = index % p.heads_k;
     place.head = place.head_k * p.group;
@@ -25,6 +26,7 @@ struct Work {
     first = walk.begin;
     last = walk.end;
     steps = last > first ? (last - first) * p.group : 0;
+    if (Config::kDeterministic && !place.has_all_tiles<Config::kBlockQ, Config::kBlockK>(p)) steps = 0;
   }
 };
 
@@ -38,7 +40,8 @@ struct Step {
     return Config::kDeterministic ? work.last - 1 : work.first;
   }
   __device__ __forceinline__ Step(const Params& p, const Work& work) : head(work.place.head), tile(begin(work)) {
-    head_tiles = (work.batch * p.heads_q + head) * (p.rows_padded / Config::kBlockQ);
+    head_tiles = (work.batch * p.heads_q + head) * (p.rows_padded / Config::kBlockQ) +
+                 work.place.padded_row<Config::kBlockQ>() / Config::kBlockQ;
   }
   __device__ __forceinline__ void advance(const Params& p, const Work& work) {
     if (tile == (Config::kDeterministic ? work.first : work.last - 1)) {
