@@ -2,6 +2,12 @@
 
 A map describes a 4-dimensional array (column, row, head, batch entry) of 16-bit elements, walked in boxes of 64 columns:
 128 bytes, which is also the swizzle span (kernels/hw/copy_tma.cuh).  Source: CUDA driver API, "Tensor Map Object Management".
+
+Where sequences are packed, the hardware keeps each apart from the next: rows outside the map are read as zeros and not written,
+so a map has to end where a sequence does.  Its fourth axis, which no batch needs, walks over rows a second time.  A sequence is
+laid against the end of the axis of rows, and the fourth axis brings it back to its place: its row i, of n that end before
+row e of the array's `rows`, has the coordinates rows - n + i and e, and lies e - n + i rows behind the beginning of the array
+if the map begins `rows` rows before it.  Only rows from 0 on are ever reached (attention/index.cuh, `described`).
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ class TensorMap:
     sizes: tuple[int, int, int, int]  # columns, rows, heads, batch entries
     strides: tuple[int, int, int]  # bytes between rows, heads, batch entries
     box_rows: int
-    origin: int = 0  # bytes from the array's beginning to row 0 of head 0 and entry 0
+    origin: int = 0  # bytes from the array's beginning to where all coordinates are 0
 
     @property
     def box(self) -> tuple[int, int, int, int]:
@@ -60,13 +66,11 @@ def describe(name: str, problem: Problem, place: Placed, box_rows: int) -> Tenso
             raise UnsupportedError(
                 f"{name} has a stride of {stride} bytes along its {axis} axis; TMA takes positive ones below 2^40"
             )
+    origin = 0
     row, head, batch = (s if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
     if problem.is_packed:
-        # Whatever row r of those that end at row e: r - e rows before the last one, and e entries, a row each, further on.
-        return TensorMap(
-            name, ELEMENTS[problem.dtype], (width, rows, heads, rows + 1), (row, head, row), box_rows, -rows * row
-        )
-    return TensorMap(name, ELEMENTS[problem.dtype], sizes, (row, head, batch), box_rows)
+        sizes, batch, origin = (width, rows, heads, rows + 1), row, -rows * row
+    return TensorMap(name, ELEMENTS[problem.dtype], sizes, (row, head, batch), box_rows, origin)
 
 
 def encode(tensor_map: TensorMap, address: int) -> bytes:

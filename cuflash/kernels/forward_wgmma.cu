@@ -1,12 +1,13 @@
 // Forward on Hopper's tensor cores by wgmma (sm_90a, float16 and bfloat16).
 //
 // Job: blocks stay on their multiprocessor and work through tiles of queries.  Warpgroup 0 produces: one thread has the tensor
-// memory accelerator load queries, keys and values ahead of use.  The other warpgroups own 64 query rows each and keep two
-// products in flight: the scores of a block of keys, and P V of the block before, so that the softmax of one block runs under
-// the product of the other.  Where a second tile of queries fits, this pipeline does not stop between tiles.
+// memory accelerator load queries, keys and values ahead of use, and in packs another one looks for the tile that comes next.
+// The other warpgroups own 64 query rows each and keep two products in flight: the scores of a block of keys, and P V of the
+// block before, so that the softmax of one block runs under the product of the other.  Where a second tile of queries fits, this
+// pipeline does not stop between tiles.
 // Invariants: producer and consumers walk the same blocks in the same order, at least one per tile; keys are walked in
 // descending order, so that hidden ones come first, and a warpgroup hands back unread what none of its own rows sees; what a
-// tile is travels with its queries.
+// tile is travels with its queries; rows that the arrays or a packed segment do not have are zeros.
 // Source: FlashAttention-3 (arXiv:2407.08608), algorithms 1 and 2.
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "hw/gemm_mma.cuh"
@@ -37,7 +38,7 @@ struct SharedStorage {
   Channel<Config::kQueryStages> queries;
   Channel<Config::kStages> keys, values;
   Tile tiles[2 * Config::kQueryStages];  // twice as many: one is still asked about when its queries have been replaced
-  Tile coming;  // in packs
+  Tile coming;                           // in packs
   Channel<1> comings;
 
   // Without a place of its own, the output of a warpgroup takes that of its queries, panel by panel.
@@ -136,9 +137,7 @@ struct Taker {
 
   __device__ __forceinline__ explicit Taker(const Params& p)
       : taken(static_cast<u32*>(p.tile_counter)), index(blockIdx.x) {}
-  __device__ __forceinline__ void advance() {
-    index = (taken ? int(atomicAdd(taken, 1u)) : index) + int(gridDim.x);
-  }
+  __device__ __forceinline__ void advance() { index = (taken ? int(atomicAdd(taken, 1u)) : index) + int(gridDim.x); }
   // The tile at hand, or with numbers that their segments have no rows for, the first one after these.
   __device__ __forceinline__ Tile tile(const Params& p) {
     Tile tile;
@@ -385,7 +384,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
               {done.row, min(place.seq_q(p), done.row + Config::kBlockQ)});
   };
 
-  int tile = next_tile();  // the grid is no larger than the number of tiles
+  int tile = next_tile();           // the grid is no larger than the number of tiles
   if (kPacked && tile < 0) return;  // but they may all be empty
   Work work(p, shared.tiles[tile], group);
   Softmax softmax;

@@ -27,7 +27,7 @@ MAX_HEAD_DIM = 256
 SMALLEST_QUERIES = 128  # tiles of more are for as many queries at least
 CACHED_BYTES = 32 << 20  # keys and values that should stay in the second-level cache
 MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
-SEGMENT_BYTES = 24  # of a packed sequence; its share of these two is less than what is lost by padding
+SEGMENT_BYTES = 24  # bounds of a packed sequence, a part of the two that follow; other calls have room to spare anyway
 TILE_BYTES = 28 + SEGMENT_BYTES  # what consumers are told of a tile of queries
 WORK_BYTES = 48 + SEGMENT_BYTES  # what a block of the backward is told of its tile of keys
 SCORED = 8  # weight of what looks at single scores
@@ -246,6 +246,8 @@ def fitting_forwards(problem: Problem, shared_limit: int) -> Iterator[ForwardWgm
     """The tiles of the table that take the head sizes and the keys, leave registers for the modifiers, and fit."""
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
     wide_out = tiles(head_dim_v, PANEL_COLUMNS) > tiles(head_dim, PANEL_COLUMNS)  # more than the queries' place holds
+    # Packed sequences are all taken for short ones, whatever they are (`Problem.longest_q`): long ones lose less by the tiles of
+    # short ones than these by theirs.
     keys, modifiers = 0 if problem.is_packed else mean_keys(problem), weight(problem)
     for tile in tuning.FORWARD_WGMMA:
         if max(head_dim, head_dim_v) > tile.max_head_dim or keys > tile.max_keys or modifiers > tile.max_weight:

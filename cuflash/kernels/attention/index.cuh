@@ -20,8 +20,8 @@ __device__ __forceinline__ bool is_empty(Range positions) { return positions.beg
 
 __device__ __forceinline__ int recomputed(int x);  // hw/ptx.cuh
 
-// A row of a described array (cuflash/tensormap.py): its place along the axis of rows, and along the outermost one.  Rows that
-// a packed segment does not have lie outside the array.
+// A row of an array as cuflash/tensormap.py describes it: its place along the axis of rows, and along the outermost one.  Rows
+// behind the last one of a packed segment lie outside the array.
 struct DescribedRow { int row, batch; };
 
 // The rows that a block works in: here, all of them.
@@ -153,7 +153,7 @@ template <> struct Segment<true> {
     keys = offsets_k(p).rows(index);
     from_diagonal = p.segments_end_together ? seq_k(p) - seq_q(p) : 0;
   }
-  // Along the axis of rows a segment ends where the array does; the outermost one brings it to its place.
+  // Along the axis of rows a segment ends where the array does; the outermost axis brings it to its place.
   static __device__ __forceinline__ DescribedRow described(Range rows, int total, int row) {
     const int length = rows.end - rows.begin;
     return {total - length + min(row, length), rows.end};
