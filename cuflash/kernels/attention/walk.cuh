@@ -13,12 +13,11 @@ struct Work {
   Work() = default;
   __device__ __forceinline__ Work(const Params& p, int index) {
     // Longest first: under a causal mask the first keys are seen by the most queries.
-    const int key_tiles = Place::key_tiles<Config::kBlockK>(p);
-    const int tile = place.enter_keys<Config::kBlockK>(p, index % key_tiles);
-    index /= key_tiles;
-    keys = {tile * Config::kBlockK, min(place.seq_k(p), (tile + 1) * Config::kBlockK)};
-    batch = index / p.heads_k;
-    place.head_k = index % p.heads_k;
+    const Assignment assigned(p, index, Place::key_tiles<Config::kBlockK>(p), p.batch_size * p.heads_k);
+    const int first_key = place.enter_keys<Config::kBlockK>(p, assigned.tile) * Config::kBlockK;
+    keys = {first_key, min(place.seq_k(p), first_key + Config::kBlockK)};
+    batch = assigned.head / p.heads_k;
+    place.head_k = assigned.head % p.heads_k;
     place.head = place.head_k * p.group;
     place.set_batch(p, batch);
     place.key_count = Visibility::key_count(p, place);
