@@ -11,11 +11,11 @@ from cuflash.api import (
     explain,
 )
 from cuflash.decode import attention_decode
-from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError
+from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError, VersionError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
 from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
-from cuflash.picture import draw_attention
+from cuflash.picture import draw_attention, draw_costs, draw_recurrence, draw_tiles
 from cuflash.statistics import Statistics
 from cuflash.union import merge, merge_backward, merge_vjp
 
@@ -33,6 +33,7 @@ __all__ = [
     "ShapeError",
     "Statistics",
     "UnsupportedError",
+    "VersionError",
     "__version__",
     "attention",
     "attention_backward",
@@ -44,6 +45,9 @@ __all__ = [
     "attention_vjp",
     "attention_weights",
     "draw_attention",
+    "draw_costs",
+    "draw_recurrence",
+    "draw_tiles",
     "explain",
     "merge",
     "merge_backward",
