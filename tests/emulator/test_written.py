@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cuflash import arrays, problem, tuning
+from cuflash.backends import described_device
 from cuflash.modifiers import ALiBi, MaskModifier, Modifier, ScoreModifier
 from tests import written_cases
 from tests.cases import Case
@@ -82,8 +83,11 @@ def test_as_the_built_in_one(target: tuple[int, str]) -> None:
         assert got.tobytes() == want.tobytes()
 
 
-def test_packed_sequences() -> None:
+@pytest.mark.parametrize("backend", ["mma", "wgmma"])
+def test_packed_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions and lengths are those of each sequence."""
+    monkeypatch.setattr(tuning, "FORWARD_WGMMA", (TILE,))
+    device = described_device(80) if backend == "mma" else hopper()
     rel, slope = np.linspace(-1, 1, 9, dtype=np.float32), np.array([0.5, 0.1], np.float32)
     chain = (
         ScoreModifier("s - slope[h] * (q % 5) + rel[q - k] / seq_k", slope=slope, rel=rel),
@@ -95,9 +99,9 @@ def test_packed_sequences() -> None:
     dout = made["dout"].swapaxes(0, 1)
     judge = Judge(call, dout)
     for seed in SEEDS:
-        out, lse = forward(call, 80, seed)
+        out, lse = forward(call, device, seed, requested=backend)
         judge.check_forward(out, lse)
-        judge.check_backward(backward(call, out, lse, dout, None, 80, seed))
+        judge.check_backward(backward(call, out, lse, dout, None, device, seed, requested=backend))
 
 
 def test_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
