@@ -185,6 +185,12 @@ def differentiates(problem: Problem) -> bool:
     return any(isinstance(m, Written) and m.differentiable for m in problem.modifiers)
 
 
+def keeps_scores(problem: Problem) -> bool:
+    """Whether those gradients may depend on the scores that entered the modifiers."""
+    scored = (m.has_slope() or (isinstance(m, Written) and m.program.needs_score) for m in problem.modifiers)
+    return differentiates(problem) and any(scored)
+
+
 def forward_registers(problem: Problem, tile: tuning.ForwardTile, aligned: bool, statistics: bool = False) -> int:
     """Registers that the accumulators, scores and kept queries of a warp may take.
 
@@ -279,7 +285,9 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardMma:
     for limit in (128, 64, 32) if head_dim + head_dim_v > 256 else (max(head_dim, head_dim_v),):
         chunk, chunk_v = chunk_of(head_dim, limit, step), chunk_of(head_dim_v, limit, step)
         for tile in tuning.BACKWARD_MMA:
-            accumulators = tile.block_k * (chunk + chunk_v + 2 * tile.block_q) // (32 * tile.warps)
+            # A tile's scores, dP and, if they are needed, those that entered; chunks have limits that leave room for them.
+            scores = 3 if keeps_scores(problem) and max(head_dim, head_dim_v) <= 128 else 2
+            accumulators = tile.block_k * (chunk + chunk_v + scores * tile.block_q) // (32 * tile.warps)
             if accumulators > backward_registers(problem, tile, shared_limit, aligned):
                 continue
             columns = dq_warp_columns(tile, chunk)
