@@ -14,7 +14,7 @@ from cuflash.decode import attention_decode
 from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Sinks
 from cuflash.picture import draw_attention
 from cuflash.statistics import Statistics
 from cuflash.union import merge, merge_backward, merge_vjp
@@ -31,6 +31,7 @@ __all__ = [
     "Explanation",
     "KeyLengths",
     "ShapeError",
+    "Sinks",
     "Statistics",
     "UnsupportedError",
     "__version__",

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.errors import ArgumentError, ShapeError, UnsupportedError
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Modifier, Packed
+from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Modifier, Packed, Sinks
 from cuflash.modifiers.base import device_of
 from cuflash.problem import DTYPES, OPERANDS, user_modifiers
 
@@ -309,6 +309,8 @@ def native_modifiers(modifiers: Any, home: Home, dtype: str, seq_k: int) -> tupl
             m = replace(m, ids_q=native_ids("ids_q", m, home), ids_k=native_ids("ids_k", m, home))
         elif isinstance(m, BlockMask):
             m = replace(m, blocks=native_blocks(m, home))
+        elif isinstance(m, Sinks):
+            m = native_sinks(m, home, accumulator)
         chain.append(m)
     return tuple(chain)
 
@@ -365,6 +367,19 @@ def native_blocks(modifier: BlockMask, home: Home) -> Any:
     if x.dtype != bool:
         raise ArgumentError(f"{name} has dtype {x.dtype}: must be bool (True = visible); convert it with astype")
     return placed(modifier, x, home) if isinstance(x, np.ndarray) else x
+
+
+def native_sinks(modifier: Sinks, home: Home, accumulator: str) -> Sinks:
+    """Logits in the accumulator's dtype; their gradient gets the dtype in which they came."""
+    name = "logits of Sinks"
+    x = modifier_array(name, modifier.logits, home)
+    if str(x.dtype) not in DTYPES and x.dtype.kind not in "iu":
+        raise ArgumentError(f"{name} has dtype {x.dtype}: must be real numbers; convert it with astype")
+    of_gradient = str(x.dtype) if hasattr(modifier.logits, "dtype") and str(x.dtype) in DTYPES else accumulator
+    with device_of(x), np.errstate(over="ignore"):
+        converted = x.astype(accumulator, copy=False)
+    logits = placed(modifier, converted, home) if isinstance(x, np.ndarray) else converted
+    return replace(modifier, logits=logits, dtype=of_gradient)
 
 
 def native_packed(

@@ -49,7 +49,7 @@ def attention_weights(
     -------
     weights
         (*batch, heads_q, len(rows), seq_k) in every layout, float32 (float64 for float64), of the kind of q: each row sums
-        to 1, or is 0 where the query sees no key.
+        to 1, less the weight of a sink, or is 0 where the query sees no key.
 
     Raises
     ------
@@ -113,7 +113,7 @@ def weights_of(call: Call, keys: Any, row: int) -> NDArray[Any]:
     for modifier in problem.modifiers:
         if modifier.kind == "score":
             s = modifier.apply(s, tile)
-    return reference.softmax(s, reference.visible_in(tile))[0]
+    return reference.softmax(s, reference.visible_in(tile), reference.sink_of(tile))[0]
 
 
 def operands_of(call: Call, part: slice) -> Mapping[str, NDArray[Any]]:

@@ -17,7 +17,7 @@ import cupy
 from cuflash import jit
 from cuflash.backends import Device, floor_seconds
 from cuflash.explanation import Explanation
-from cuflash.gradients import differentiable_operands, gradients_type
+from cuflash.gradients import gradient_terms, gradients_type
 from cuflash.plan import (
     Plan,
     backward_arrays,
@@ -177,8 +177,8 @@ def backward(
             f"d{name}": empty(x.shape, problem, x.dtype)
             for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)
         }
-        operands = differentiable_operands(problem.modifiers)
-        sums = {f"d{name}": cupy.zeros(call.operands[name].shape, problem.accumulator) for name in operands}
+        operands = gradient_terms(problem, call.operands)
+        sums = {f"d{name}": cupy.zeros(shape, problem.accumulator) for name, shape in operands.items()}
         arrays = backward_arrays(call, out=out, lse=lse, dout=dout, dlse=dlse, **gradients, **sums)
         if batch_invariant:
             arrays = compacted(problem, arrays)
@@ -188,8 +188,11 @@ def backward(
         plan = plan_backward(problem, device(call.q.data.device_id), places, bool(deterministic), requested)
         workspace = {name: cupy.empty(size, cupy.uint8) for name, size in plan.workspace().items()}
         run(plan, pointers_of({**arrays, **workspace}))
-        summed = [sum_to(arrays[f"d{n}"], call.operands[n].shape).astype(problem.dtype, copy=False) for n in operands]
-    return gradients_type(operands)(*(arrays[name] for name in gradients), *summed)
+        summed = [
+            sum_to(arrays[f"d{name}"], call.operands[name].shape).astype(call.operands[name].dtype, copy=False)
+            for name in operands
+        ]
+    return gradients_type(tuple(operands))(*(arrays[name] for name in gradients), *summed)
 
 
 def empty(shape: tuple[int, ...], problem: Problem, dtype: Any) -> Any:

@@ -145,11 +145,28 @@ def forward_rows(chunk: Chunk, rows: slice, with_entropy: bool = False) -> tuple
         a *= alpha
         a += chunk.spread(seen_product(chunk.stack(p), chunk.v[..., tile.columns, :], chunk.stack_seen(seen, p)))
         m = m_new
+    base = m
+    if (sink := sink_of(chunk)) is not None:  # one more term, whose value is 0
+        base = np.maximum(m, sink)
+        shift = np.where(np.isneginf(base), 0, base)
+        alpha, extra = np.exp(m - shift), np.exp(sink - shift)
+        if u is not None:
+            u = np.where(alpha == 0, 0, alpha * (u + (m - shift) * l)) + extra * np.maximum(sink - shift, NOTHING)
+        l = l * alpha + extra  # noqa: E741
+        a *= alpha
     empty = l == 0
     total = np.where(empty, 1, l)
-    lse = np.where(empty, -np.inf, m + np.log(total))
+    lse = np.where(empty, -np.inf, base + np.log(total))
     entropy = None if u is None else np.where(empty, 0, np.maximum(np.log(total) - u / total, 0))[..., 0]
     return np.where(empty, 0, a / total), lse[..., 0], np.where(np.isnan(lse), lse, m)[..., 0], entropy
+
+
+def sink_of(chunk: Chunk) -> Array | None:
+    """Logits of the chunk's sinks, (*batch, heads_q, 1, 1), in the dtype of the sums; None where there are none."""
+    for modifier in chunk.problem.modifiers:
+        if modifier.kind == "sum":
+            return modifier.logit(chunk.operands).astype(chunk.k.dtype)
+    return None
 
 
 def column_sums(chunk: Chunk, lse: Array) -> Array:
@@ -200,7 +217,7 @@ def backward(
     block_q: int | None = None,
     block_k: int | None = None,
 ) -> Any:
-    """Gradients of one call: a named tuple (dq, dk, dv, then dbias if the call has a bias).
+    """Gradients of one call: a named tuple (dq, dk, dv, then those of a bias and of sinks).
 
     Parameters
     ----------
@@ -286,11 +303,19 @@ def backward_rows(
     delta = np.sum(g * out.astype(q.dtype), axis=-1, keepdims=True)
     if dlse is not None:
         delta -= dlse[..., None]
-    # A row that saw no key passes nothing back whatever stands in it; exp(s − ∞) makes its weights 0.
+    # A row that saw nothing passes nothing back whatever stands in it; exp(s − ∞) makes its weights 0.
     empty = np.isneginf(lse)[..., None]
     for x in (q, g, delta):
         np.copyto(x, 0, where=empty)
     shift = np.where(empty, np.inf, lse[..., None])
+
+    if (sink := sink_of(chunk)) is not None:
+        weight = np.where(np.isneginf(sink), 0, np.exp(np.minimum(sink - shift, 0)))
+        part = np.where(weight == 0, 0, -weight * delta)  # dP of a value of 0 is 0
+        for modifier in chunk.problem.modifiers:
+            if modifier.kind == "sum":
+                (name,) = modifier.differentiable
+                sums[name] += sum_to(part, sums[name].shape)
 
     dq = np.zeros_like(q)
     q_stack, g_stack = chunk.stack(q), chunk.stack(g)

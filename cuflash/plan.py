@@ -16,7 +16,7 @@ import numpy as np
 from cuflash import abi, tensormap
 from cuflash.backends import Device, select
 from cuflash.errors import UnsupportedError
-from cuflash.gradients import differentiable_operands
+from cuflash.gradients import score_operands
 from cuflash.modifiers import REGISTRY, Scaled
 from cuflash.place import Placed, address, compact, merged_batch, placed
 from cuflash.problem import Call, Problem
@@ -189,7 +189,7 @@ def plan_backward(
 
 def check_single_terms(problem: Problem, at: Mapping[str, Placed]) -> None:
     """Raise if a gradient of an operand is a sum over elements of the scores: their order is that in which blocks arrive."""
-    for name in differentiable_operands(problem.modifiers):
+    for name in score_operands(problem.modifiers):
         sizes = zip(problem.score_shape, at[f"d{name}"].strides, strict=True)
         shape = tuple(1 if n > 1 and stride == 0 else n for n, stride in sizes)
         if shape != problem.score_shape and all(problem.score_shape):

@@ -27,6 +27,7 @@ from cuflash.modifiers import (
     Mask,
     Modifier,
     Packed,
+    Sinks,
     Softcap,
     Window,
 )
@@ -46,6 +47,7 @@ OPERANDS = {
     "document_q": "ids_q of Documents",
     "document_k": "ids_k of Documents",
     "block_mask": "blocks of BlockMask",
+    "sinks": "logits of Sinks",
 }
 
 
@@ -241,8 +243,8 @@ def check_packable(chain: Iterable[Modifier]) -> None:
     for m in chain:
         if isinstance(m, (Bias, Mask, KeyLengths, Documents, BlockMask)):
             raise UnsupportedError(
-                f"{type(m).__name__} with packed sequences: no backend offers it; ALiBi, causal, window and softcap go with "
-                "them, and attention takes one sequence, or a batch of padded ones, with any modifier"
+                f"{type(m).__name__} with packed sequences: no backend offers it; ALiBi, Sinks, causal, window and softcap "
+                "go with them, and attention takes one sequence, or a batch of padded ones, with any modifier"
             )
 
 
@@ -371,10 +373,10 @@ def softcap_of(value: Any, dtype: str) -> float:
 
 
 def user_modifiers(modifiers: Any) -> list[Modifier]:
-    allowed = (ALiBi, KeyLengths, Documents, BlockMask)
+    allowed = (ALiBi, KeyLengths, Documents, BlockMask, Sinks)
     remedy = (
-        "available are ALiBi(slopes), KeyLengths(lengths), Documents(ids_q, ids_k) and BlockMask(blocks, size); masks, "
-        "bias, windows and softcap are arguments"
+        "available are ALiBi(slopes), KeyLengths(lengths), Documents(ids_q, ids_k), BlockMask(blocks, size) and "
+        "Sinks(logits); masks, bias, windows and softcap are arguments"
     )
     if isinstance(modifiers, Modifier):
         raise ArgumentError(

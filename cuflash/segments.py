@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.gradients import gradients_type
+from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.modifiers import Packed
 from cuflash.problem import Call
 
@@ -55,10 +55,14 @@ def forward(
 
 
 def backward(call: Call, dtype: Any, compute: Callable[[Segment], Any]) -> Any:
-    """Gradients from those of each segment; 0 behind the last one."""
+    """Gradients from those of each segment, those of operands summed over them; 0 behind the last one."""
     dq, dk, dv = (np.zeros(x.shape, dtype) for x in (call.q, call.k, call.v))
+    names = differentiable_operands(call.problem.modifiers)
+    sums = {f"d{name}": np.zeros(call.operands[name].shape, call.operands[name].dtype) for name in names}
     for segment in cut(call):
         gradients = compute(segment)
         dq[..., segment.rows, :] = gradients.dq
         dk[..., segment.columns, :], dv[..., segment.columns, :] = gradients.dk, gradients.dv
-    return gradients_type()(dq, dk, dv)
+        for name, total in sums.items():
+            total += getattr(gradients, name)
+    return gradients_type(names)(dq, dk, dv, *sums.values())

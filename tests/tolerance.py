@@ -17,7 +17,7 @@ rounding of each stored intermediate, these added as random errors are, by squar
 import numpy as np
 
 from cuflash import reference
-from cuflash.gradients import differentiable_operands
+from cuflash.gradients import score_operands
 from cuflash.modifiers import Tile
 from cuflash.reference import sum_groups, sum_to
 
@@ -70,15 +70,16 @@ class Expectation:
         self.seen = reference.visible(call)
         self.out, self.lse = reference.forward(call)
         self.plain = plain_attention(call, dout, dlse)
-        self.floors = floors(call, dout)
+        self.floors = floors(call, dout, dlse)
 
     def check_forward(self, out, lse=None):
         """Check an output and, if given, a log-sum-exp; returns the largest error in units of what is allowed."""
         empty = ~self.seen.any(axis=-1)
         assert_zero(out, empty[..., None], "out")
+        empty &= np.isneginf(plain_sink(self.call)[..., 0])
         ratios = [assert_close(out, self.out, self.plain["out"], "out", self.floors["out"])]
         if lse is not None:
-            assert np.isneginf(lse[empty]).all(), f"lse of rows that see no key is {lse[empty]}: must be -inf"
+            assert np.isneginf(lse[empty]).all(), f"lse of rows that see nothing is {lse[empty]}: must be -inf"
             want, plain = self.lse[..., None], self.plain["lse"][..., None]
             ratios.append(assert_close(lse[..., None], want, plain, "lse", self.floors["lse"]))
         return max(ratios)
@@ -110,8 +111,8 @@ class Expectation:
         assert_zero(gradients.dq, empty_row[..., None], "dq")
         assert_zero(gradients.dk, unseen_key, "dk")
         assert_zero(gradients.dv, unseen_key, "dv")
-        for name in want._fields[3:]:
-            got = getattr(gradients, name)
+        for name in score_operands(self.call.problem.modifiers):
+            got = getattr(gradients, name := f"d{name}")
             assert_zero(got, sum_to(self.seen, got.shape) == 0, name)
         return max(
             assert_close(getattr(gradients, name), getattr(want, name), self.plain[name], name, self.floors[name])
@@ -139,10 +140,11 @@ def plain_attention(call, dout=None, dlse=None):
                 slopes.append((modifier, modifier.slope(s, tile)))
                 s = modifier.apply(s, tile)
         assert s.dtype == accumulator, f"the twins turned {accumulator} scores into {s.dtype}"
-        s = np.where(seen, s, -np.inf)
-        m = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        s, sink = np.where(seen, s, -np.inf), plain_sink(call)
+        m = np.maximum(s.max(axis=-1, keepdims=True, initial=-np.inf), sink)
         e = np.exp(s - np.where(np.isneginf(m), 0, m))
-        total = e.sum(axis=-1, keepdims=True)
+        e_sink = np.exp(sink - np.where(np.isneginf(m), 0, m))
+        total = e.sum(axis=-1, keepdims=True) + e_sink
         lse = np.where(total == 0, -np.inf, m + np.log(np.where(total == 0, 1, total)))
         p = e / np.where(total == 0, 1, total)
         result = {"out": (stored(p) @ v).astype(dtype), "lse": lse[..., 0].astype(accumulator)}
@@ -152,6 +154,8 @@ def plain_attention(call, dout=None, dlse=None):
         delta = (g * result["out"].astype(accumulator)).sum(axis=-1, keepdims=True)
         if dlse is not None:
             delta -= np.where(np.isneginf(lse), 0, dlse.astype(accumulator)[..., None])
+        if "sinks" in call.operands:
+            result["dsinks"] = sum_to(-e_sink / np.where(total == 0, 1, total) * delta, call.operands["sinks"].shape)
         ds = p * (g @ v.swapaxes(-1, -2) - delta)
         for modifier, slope in reversed(slopes):
             for name in modifier.differentiable:
@@ -178,17 +182,26 @@ def plain_statistics(call):
         for modifier in problem.modifiers:
             if modifier.kind == "score":
                 s = modifier.apply(s, tile)
-        s = np.where(seen, s, -np.inf)
-        m = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        s, sink = np.where(seen, s, -np.inf), plain_sink(call)
+        largest = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        m = np.maximum(largest, sink)
         e = np.exp(s - np.where(np.isneginf(m), 0, m))
-        total = e.sum(axis=-1, keepdims=True)
+        e_sink = np.exp(sink - np.where(np.isneginf(m), 0, m))
+        total = e.sum(axis=-1, keepdims=True) + e_sink
         p = np.where(seen, e / np.where(total == 0, 1, total), 0)
-        terms = np.where(p == 0, 0, p * np.log(np.where(p == 0, 1, p)))
+        every = np.concatenate([p, np.broadcast_to(e_sink / np.where(total == 0, 1, total), m.shape)], axis=-1)
+        terms = np.where(every == 0, 0, every * np.log(np.where(every == 0, 1, every)))
     return {
-        "maximum": np.where(np.isnan(total), np.nan, m)[..., 0].astype(accumulator),
+        "maximum": np.where(np.isnan(total), np.nan, largest)[..., 0].astype(accumulator),
         "entropy": -terms.sum(axis=-1),
         "column_sums": p.sum(axis=-2),
     }
+
+
+def plain_sink(call):
+    """Logits of the sinks in the accumulator's dtype, -inf where there are none."""
+    accumulator = np.dtype(call.problem.accumulator)
+    return call.operands.get("sinks", np.full((1, 1), -np.inf)).astype(accumulator)
 
 
 def statistics_floors(call, relative):
@@ -205,7 +218,7 @@ def statistics_floors(call, relative):
     }
 
 
-def floors(call, dout=None):
+def floors(call, dout=None, dlse=None):
     """What is allowed on top of plain attention's error, by result; one number per matrix."""
     problem = call.problem
     scale, unit, half = abs(problem.scale), epsilon(np.dtype(problem.accumulator)), epsilon(call.q.dtype) / 2
@@ -242,10 +255,15 @@ def floors(call, dout=None):
         dp = g @ transpose(v)
         ds2 = (p * (dp - (p * dp).sum(axis=-1, keepdims=True))) ** 2
         delta2 = (g**2 * (p @ v) ** 2).sum(axis=-1, keepdims=True)
+        if "sinks" in call.operands:  # nothing but δ and dlse, which may cancel
+            p_sink, shape = np.nan_to_num(reference.attend(call).p_sink), call.operands["sinks"].shape
+            terms = (p * abs(dp)).sum(axis=-1, keepdims=True) + (0 if dlse is None else abs(numbers(dlse))[..., None])
+            result["dsinks"] = relative.max(initial=0) * matrix_max(sum_to(p_sink * terms, shape))
+            result["dsinks"] += half * matrix_max(sum_to(p_sink * np.sqrt(delta2), shape))
         result["dq"] += half * scale * rms_max(ds2 @ k**2 + delta2 * (p @ k) ** 2)
         result["dk"] += half * scale * rms_max(grouped(transpose(ds2 + p**2 * delta2) @ q**2))
         result["dv"] += half * rms_max(grouped(transpose(p**2) @ g**2))
-        for name in differentiable_operands(problem.modifiers):
+        for name in score_operands(problem.modifiers):
             shape = call.operands[name].shape
             sums = relative.max(initial=0) * matrix_max(sum_to(ds, shape))
             result[f"d{name}"] = sums + half * matrix_max(sum_to(p * np.sqrt(delta2), shape))

@@ -152,6 +152,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   softmax.finish();
   const Work done(p, recomputed(blockIdx.x));
+  softmax.join_sink(p, done.place);
   __syncthreads();  // nothing in shared memory is read any more
   const OutFragment o_at(recomputed(threadIdx.x) / 32 * kWarpRows, 0);
   store_fragment(out_tile, o, o_at, [&](int slot) { return softmax.inverse(slot); });

@@ -91,6 +91,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   }
 
   softmax.finish();
+  softmax.join_sink(p, place);
   store_rows(o, products.second, matrix<Element>(p.out, place.offset(p.out)), queries, {0, p.head_dim_v}, p.out_vectors,
              [&](int slot) { return softmax.inverse(slot); });
   store_lse(softmax, products.first, p, place, queries);

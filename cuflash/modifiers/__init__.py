@@ -10,11 +10,13 @@ from cuflash.modifiers.lengths import KeyLengths
 from cuflash.modifiers.mask import Mask
 from cuflash.modifiers.packed import Packed
 from cuflash.modifiers.scaled import Scaled
+from cuflash.modifiers.sinks import Sinks
 from cuflash.modifiers.softcap import Softcap
 from cuflash.modifiers.window import Window
 
 REGISTRY: dict[str, type[Modifier]] = {
-    m.name: m for m in (Scaled, Softcap, ALiBi, Bias, Causal, Window, KeyLengths, Mask, Documents, BlockMask, Packed)
+    m.name: m
+    for m in (Scaled, Softcap, ALiBi, Bias, Causal, Window, KeyLengths, Mask, Documents, BlockMask, Packed, Sinks)
 }
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Modifier",
     "Packed",
     "Scaled",
+    "Sinks",
     "Softcap",
     "Tile",
     "Window",

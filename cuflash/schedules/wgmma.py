@@ -217,7 +217,7 @@ def weight(problem: Problem) -> int:
 
     The limits in the table are those up to which the compiler's reports show no spill (tests/test_compile_matrix.py).
     """
-    weights = [len(m.fields) if m.kind == "range" else SCORED for m in problem.modifiers]
+    weights = [len(m.fields) if m.kind == "range" else SCORED for m in problem.modifiers if m.kind != "sum"]
     return sum(weights) + (SCORED if problem.scale <= 0 else 0)
 
 

@@ -17,7 +17,8 @@ from cuflash import abi, source
 from cuflash import plan as planning
 from cuflash.api import statistics_shapes
 from cuflash.backends import Device, described_device
-from cuflash.gradients import differentiable_operands, gradients_type
+from cuflash.gradients import gradient_terms, gradients_type
+from cuflash.numpy_backend import sum_to
 from cuflash.plan import Plan
 from cuflash.problem import Call
 from cuflash.variant import ITEMSIZE, Variant
@@ -211,7 +212,7 @@ def run_forward(
 def backward(
     call: Call, out: Any, lse: Any, dout: Any, dlse: Any, device: Device | int, seed: int = 0, **options: Any
 ) -> Any:
-    """Gradients of one call: a named tuple (dq, dk, dv, then dbias if the call has a bias), the last one in float32 sums.
+    """Gradients of one call: a named tuple (dq, dk, dv, then those of operands), the last ones from sums in the accumulator's dtype.
 
     Parameters
     ----------
@@ -230,12 +231,12 @@ def backward(
     call = guarded_call(call, memory)
     given = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     given = {n: memory.input(movable(x), n) for n, x in given.items() if x is not None}
-    names = differentiable_operands(problem.modifiers)
+    terms = gradient_terms(problem, call.operands)
     gradients = {
         f"d{name}": memory.output(x.shape, x.dtype, f"d{name}", problem.layout, run.place)
         for name, x in (("q", call.q), ("k", call.k), ("v", call.v))
     }
-    sums = {f"d{name}": memory.sums(call.operands[name].shape, problem.accumulator, f"d{name}") for name in names}
+    sums = {f"d{name}": memory.sums(shape, problem.accumulator, f"d{name}") for name, shape in terms.items()}
     arrays = planning.backward_arrays(call, **given, **gradients, **sums)
     places = planning.places_of(problem, arrays)
     plan = planning.plan_backward.__wrapped__(problem, device, places, run.deterministic, run.requested)
@@ -244,8 +245,8 @@ def backward(
     memory.check()
     if run.watch is not None:
         run.watch({**arrays, **workspace})
-    operands = [x.astype(call.operands[name[1:]].dtype) for name, x in sums.items()]
-    return gradients_type(names)(*(x.copy() for x in gradients.values()), *operands)
+    operands = [sum_to(sums[f"d{n}"], call.operands[n].shape).astype(call.operands[n].dtype) for n in terms]
+    return gradients_type(tuple(terms))(*(x.copy() for x in gradients.values()), *operands)
 
 
 # ---- checking ------------------------------------------------------------------------------------------------------------

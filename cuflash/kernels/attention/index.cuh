@@ -43,6 +43,8 @@ template <bool kIsPacked> struct Segment {
   // The same of a row among those padded to whole tiles.
   template <int kTile> static __device__ __forceinline__ int enter_row(const Params&, int row) { return row; }
   template <int kTileQ, int kTileK> static __device__ __forceinline__ bool has_all_tiles(const Params&) { return true; }
+  // Whether it is made of the rows that belong to no sequence.
+  static __device__ __forceinline__ bool is_of_none(const Params&) { return false; }
 };
 
 // Where the segments of one side begin: of segment i, and behind the last one.
@@ -109,6 +111,7 @@ template <> struct Segment<true> {
     if (index == p.segment_count) queries = {0, 0};
     return tile - (keys.begin / kTile + index);
   }
+  template <class P> __device__ __forceinline__ bool is_of_none(const P& p) const { return index == p.segment_count; }
   template <class P> __device__ __forceinline__ void recall(const P& p) {
     index = recomputed(index);
     look_up(p);
