@@ -14,7 +14,8 @@ from cuflash.decode import attention_decode
 from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Sinks
+from cuflash.modifiers import ALiBi, BlockMask, Documents, Dropout, KeyLengths, Sinks
+from cuflash.modifiers.dropout import dropout_mask
 from cuflash.picture import draw_attention
 from cuflash.statistics import Statistics
 from cuflash.union import merge, merge_backward, merge_vjp
@@ -28,6 +29,7 @@ __all__ = [
     "CompileError",
     "CuflashError",
     "Documents",
+    "Dropout",
     "Explanation",
     "KeyLengths",
     "ShapeError",
@@ -45,6 +47,7 @@ __all__ = [
     "attention_vjp",
     "attention_weights",
     "draw_attention",
+    "dropout_mask",
     "explain",
     "merge",
     "merge_backward",

@@ -77,8 +77,8 @@ def attention(
     softcap
         Positive c: a scaled logit s becomes c·tanh(s/c).
     modifiers
-        `ALiBi(slopes)`, `KeyLengths(lengths)`, `Documents(ids_q, ids_k)`, `BlockMask(blocks, size)`, `Sinks(logits)`; at most
-        one of each.
+        `ALiBi(slopes)`, `KeyLengths(lengths)`, `Documents(ids_q, ids_k)`, `BlockMask(blocks, size)`, `Sinks(logits)`,
+        `Dropout(p, seed, offset)`; at most one of each.
     layout
         "bhsd" is the order of axes above; "bshd" has seq before heads in q, k, v and out.
     return_lse
@@ -112,8 +112,8 @@ def attention(
 
     Notes
     -----
-    Order of operations: scale, softcap, modifiers of the score, bias, all that hides keys, softmax with its sinks.  Equal
-    calls on one device give equal bits.  Algorithm: Dao et al., arXiv:2205.14135, and Dao, arXiv:2307.08691.
+    Order of operations: scale, softcap, modifiers of the score, bias, all that hides keys, softmax with its sinks,
+    dropout.  Equal calls on one device give equal bits.  Algorithm: Dao et al., arXiv:2205.14135, and Dao, arXiv:2307.08691.
 
     Examples
     --------
@@ -282,7 +282,7 @@ def attention_statistics(
     -----
     Largest score and entropy come out of the forward's recurrence (arXiv:2205.14135, algorithm 1) with one more sum,
     Σ exp(s - m)·(s - m); sums of columns from exp(s - lse), as in a backward.  Memory stays linear in the lengths, and equal
-    calls on one device give equal bits.  A row whose lse is NaN has NaN in all of them.
+    calls on one device give equal bits.  A row whose lse is NaN has NaN in all of them.  They are those before dropout.
 
     Examples
     --------
@@ -428,7 +428,8 @@ def attention_varlen(
     causal, window
         As for `attention`, with the positions and the lengths of each segment.
     modifiers
-        `ALiBi(slopes)`, whose distance is counted within a segment, and `Sinks(logits)`.
+        `ALiBi(slopes)`, whose distance is counted within a segment, `Sinks(logits)`, and `Dropout(p, seed, offset)`, for
+        which a segment is what a batch entry is elsewhere.
     out
         Array to write the result into: its shape, dtype and kind, any strides, no memory shared with an input.
 

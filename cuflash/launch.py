@@ -20,6 +20,7 @@ from cuflash.explanation import Explanation
 from cuflash.gradients import gradient_terms, gradients_type
 from cuflash.plan import (
     Plan,
+    arguments_of,
     backward_arrays,
     compacted,
     forward_arrays,
@@ -27,7 +28,6 @@ from cuflash.plan import (
     places_of,
     plan_backward,
     plan_forward,
-    pointers_of,
 )
 from cuflash.problem import Call, Problem, canonical, in_layout
 from cuflash.variant import ITEMSIZE
@@ -154,7 +154,7 @@ def forward(
         if not is_mergeable(problem, arrays):
             arrays = in_one_batch(problem, arrays)
         plan = plan_forward(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
-        run(plan, pointers_of(arrays))
+        run(plan, arguments_of(call, arrays))
         if arrays["out"] is not to:
             to[...] = arrays["out"]
     return to, lse
@@ -187,7 +187,7 @@ def backward(
         places = places_of(problem, arrays)
         plan = plan_backward(problem, device(call.q.data.device_id), places, bool(deterministic), requested)
         workspace = {name: cupy.empty(size, cupy.uint8) for name, size in plan.workspace().items()}
-        run(plan, pointers_of({**arrays, **workspace}))
+        run(plan, arguments_of(call, {**arrays, **workspace}))
         summed = [
             sum_to(arrays[f"d{name}"], call.operands[name].shape).astype(call.operands[name].dtype, copy=False)
             for name in operands

@@ -75,7 +75,7 @@ class Plan:
     def arguments(
         self, pointers: Mapping[str, int], encode: Callable[[TensorMap, int], bytes] = tensormap.encode
     ) -> bytearray:
-        """The argument record with these addresses; those not named are null."""
+        """The argument record with these addresses and a call's own numbers; those not named are null."""
         record = bytearray(self.template)
         for name, pointer in pointers.items():
             _POINTER.pack_into(record, self.offsets[name], pointer)
@@ -253,7 +253,7 @@ def pack(
     offsets = {}
     layout: Mapping[str, Any] = dtype.fields or {}
     for kind, name in abi.fields(direction, names, maps, statistics):
-        if kind in ("View", "Pointer", "TensorMap"):
+        if kind in ("View", "Pointer", "u64", "TensorMap"):
             offsets[name] = layout[name][1]
         elif name in values:
             record[name] = values[name]
@@ -313,6 +313,11 @@ def compacted(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
 def pointers_of(arrays: Mapping[str, Any]) -> dict[str, int]:
     """Addresses of the arrays by field name."""
     return {name: address(array) for name, array in arrays.items()}
+
+
+def arguments_of(call: Call, arrays: Mapping[str, Any]) -> dict[str, int]:
+    """The same, and the numbers of the call itself."""
+    return {**pointers_of(arrays), **call.numbers}
 
 
 def forward_arrays(call: Call, out: Any, lse: Any, **statistics: Any) -> dict[str, Any]:

@@ -5,12 +5,12 @@ The whole of attention, for one head, with queries Q (seq_q, d), keys K (seq_k, 
 * scores       S = scale · Q Kᵀ, changed by softcap, other score modifiers and bias, in this order;
 * visibility   a score whose key may not be seen by its query becomes −∞;
 * softmax      P = exp(S − L) with L = log Σ_j exp(S_j), row by row; a sink is one more term of the sum;
-* output       O = P V.
+* output       O = P V; dropout multiplies P with 0 or 1 / (1 − p) before, element by element.
 
 Backward, for a loss whose gradient is g = dL/dO (and dL/dL = dlse):
 
 * dV = Pᵀ g                       from O = P V;
-* dP = g Vᵀ                       likewise;
+* dP = g Vᵀ                       likewise, both with the factors of dropout;
 * dS = P ∘ (dP − δ + dlse)        softmax, with δ_i = Σ_j P_ij dP_ij = g_i · o_i;
 * dS ← dS ∘ f'                    back through each score modifier f;
 * dQ = scale · dS K, dK = scale · dSᵀ Q.
@@ -31,7 +31,7 @@ from cuflash import segments
 from cuflash.decode_problem import DecodeCall, append, entries
 from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.modifiers import Tile
-from cuflash.problem import Call
+from cuflash.problem import Call, for_twins
 
 Array = NDArray[Any]
 
@@ -63,7 +63,7 @@ def forward(call: Call) -> tuple[Array, Array]:
         return segments.forward(call, np.float64, np.float64, lambda segment: forward(segment.call))
     with np.errstate(all="ignore"):  # infinities and NaN of the input are results here, not accidents
         dense = attend(call)
-        return seen_product(dense.p, dense.seen, dense.v), dense.lse
+        return seen_product(dense.dropped, dense.seen, dense.v), dense.lse
 
 
 def decode(call: DecodeCall) -> tuple[Array, Array]:
@@ -128,9 +128,9 @@ def backward(call: Call, dout: Array, dlse: Array | None = None) -> Any:
         empty = np.isneginf(dense.lse)[..., None]
         g = np.where(empty, 0, dout.astype(np.float64))
 
-        dv = seen_product(p.swapaxes(-1, -2), seen.swapaxes(-1, -2), g)
-        dp = g @ v.swapaxes(-1, -2)
-        delta = (g * seen_product(p, seen, v)).sum(axis=-1, keepdims=True)
+        dv = seen_product(dense.dropped.swapaxes(-1, -2), seen.swapaxes(-1, -2), g)
+        dp = dense.factors * (g @ v.swapaxes(-1, -2))
+        delta = (g * seen_product(dense.dropped, seen, v)).sum(axis=-1, keepdims=True)
         if dlse is not None:
             delta = delta - np.where(empty, 0, dlse.astype(np.float64)[..., None])
         ds = np.where(seen & ~empty, p * (dp - delta), 0)
@@ -157,7 +157,7 @@ def backward(call: Call, dout: Array, dlse: Array | None = None) -> Any:
 
 
 def weights(call: Call) -> Array:
-    """The weights P, (*batch, heads_q, seq_q, seq_k), in float64.
+    """The weights P, (*batch, heads_q, seq_q, seq_k), in float64, before dropout.
 
     Each row sums to 1 less the weight of a sink, or to 0 if it sees no key.
     """
@@ -233,11 +233,17 @@ class Dense:
     p_sink: Array  # weights of the sinks, (*batch, heads_q, seq_q, 1); 0 where there is none
     lse: Array
     slopes: list[tuple[Any, Array | None]]  # each score modifier with its derivative; None is 1
+    factors: Array  # of the weights behind the softmax; 1 without dropout
+
+    @property
+    def dropped(self) -> Array:
+        """The weights that meet the values."""
+        return self.p * self.factors
 
 
 def attend(call: Call) -> Dense:
     """Scores, visibility and softmax."""
-    problem = call.problem
+    call, problem = for_twins(call), call.problem
     q = call.q.astype(np.float64)
     k, v = (x.astype(np.float64).repeat(problem.group, axis=-3) for x in (call.k, call.v))
     tile, seen = whole(call), visible(call)
@@ -251,7 +257,15 @@ def attend(call: Call) -> Dense:
     sink = sink_of(tile)
     p, lse = softmax(s, seen, sink)
     p_sink = np.where(np.isneginf(sink), 0, np.exp(sink - lse[..., None]))
-    return Dense(q, k, v, seen, np.where(seen, s, -np.inf), p, p_sink, lse, slopes)
+    return Dense(q, k, v, seen, np.where(seen, s, -np.inf), p, p_sink, lse, slopes, weight_factors(tile))
+
+
+def weight_factors(tile: Tile) -> Array:
+    """What weights are multiplied with behind the softmax; axes along which nothing changes may be of length 1."""
+    for modifier in tile.problem.modifiers:
+        if modifier.kind == "drop":
+            return modifier.weight_factors(tile)
+    return np.ones((1, 1))
 
 
 def sink_of(tile: Tile) -> Array:

@@ -31,7 +31,7 @@ def cut(call: Call) -> Iterator[Segment]:
     chain = tuple(m for m in problem.modifiers if not isinstance(m, Packed))
     operands = {name: x for name, x in call.operands.items() if name not in Packed.operand_attributes()}
     offsets_q, offsets_k = (call.operands[name].ravel().tolist() for name in Packed.operand_attributes())
-    for bounds_q, bounds_k in zip(pairwise(offsets_q), pairwise(offsets_k), strict=True):
+    for number, (bounds_q, bounds_k) in enumerate(zip(pairwise(offsets_q), pairwise(offsets_k), strict=True)):
         rows, columns = slice(*bounds_q), slice(*bounds_k)
         lengths = {"seq_q": rows.stop - rows.start, "seq_k": columns.stop - columns.start}
         part = Call(
@@ -40,6 +40,8 @@ def cut(call: Call) -> Iterator[Segment]:
             call.k[..., columns, :],
             call.v[..., columns, :],
             operands,
+            call.numbers,
+            first_entry=number,
         )
         yield Segment(part, rows, columns)
 

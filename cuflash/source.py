@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 
 from cuflash import abi, instructions
-from cuflash.modifiers import REGISTRY, Modifier, Packed
+from cuflash.modifiers import REGISTRY, Dropout, Modifier, Packed
 from cuflash.variant import ELEMENTS, Variant
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"[^\n]*$', re.MULTILINE)
@@ -73,6 +73,7 @@ def prologue(variant: Variant) -> str:
             _score([m for m in chain if m.kind == "score"]),
             _visibility([m for m in chain if m.kind == "range"], [m for m in chain if m.kind == "mask"]),
             _sum([m for m in chain if m.kind == "sum"]),
+            _drop([m for m in chain if m.kind == "drop"]),
             _operand_gradients(variant, chain),
         ]
     )
@@ -141,6 +142,17 @@ def _sum(chain: list[type[Modifier]]) -> str:
     found = "".join(f"{m.__name__}::logit(p, place)" for m in chain[:1]) or "-infinity<Real>()"
     return f"""constexpr bool kHasSinks = {str(bool(chain)).lower()};
 __device__ __forceinline__ Real sink_of(const Params& p, const Place& place) {{ return {found}; }}"""
+
+
+def _drop(chain: list[type[Modifier]]) -> str:
+    """Whether weights are dropped; without it the numbers by which they are do not matter."""
+    if chain:
+        return "constexpr bool kDrops = true;"
+    none = " ".join(
+        f"{_QUALIFIERS} {kind} {name}(const Params&) {{ return 0; }}"
+        for kind, name in (("u64", "seed"), ("u64", "offset"), ("u32", "threshold"), ("Real", "scale"))
+    )
+    return f"constexpr bool kDrops = false;\nstruct {Dropout.__name__} {{ {none} }};"
 
 
 def _operand_gradients(variant: Variant, chain: list[type[Modifier]]) -> str:

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from cuflash import problem
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Modifier, Sinks
+from cuflash.modifiers import ALiBi, BlockMask, Documents, Dropout, KeyLengths, Modifier, Sinks
 from cuflash.problem import canonical
 
 DTYPES = {
@@ -54,6 +54,7 @@ class Case:
     block_size: tuple[int, int] = (16, 16)
     block_density: float = 0.4
     sinks: str | None = None
+    dropout: float | None = None
     dlse: bool = False
     values: str = "normal"
     strides: str = "contiguous"
@@ -99,6 +100,9 @@ class Case:
         if self.sinks is not None:
             logits = 1.5 * rng.standard_normal(self.axes(self.sinks)) + 1
             modifiers.append(Sinks(logits.astype(statistics)))
+        if self.dropout is not None:
+            seed_of_call, offset = (int(rng.integers(1 << 63)) * 2 + 1 for _ in range(2))
+            modifiers.append(Dropout(self.dropout, seed_of_call, offset))
         options = {
             "scale": self.scale,
             "causal": self.causal,
@@ -332,6 +336,13 @@ SINKS: dict[str, dict[str, Any]] = {
     "sinks-batch": {"sinks": "bh", "heads_q": 4, "causal": True, "seq_q": 45, "seq_k": 33, "dlse": True},
     "sinks-number": {"sinks": "1", "scale": -0.3, "lengths": (0, 45)},
     "sinks-everything": {**OPTIONS["everything"], "sinks": "b1"},
+}
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout": 0.3, "dlse": True},
+    "dropout-causal": {"dropout": 0.75, "heads_q": 4, "causal": True, "seq_q": 45, "seq_k": 33, "dlse": True},
+    "dropout-few": {"dropout": 2**-16, "scale": -0.3, "window": (9, 30), "batch": (2, 1, 2)},
+    "dropout-everything": {**OPTIONS["everything"], "sinks": "b1", "dropout": 0.5, "documents": "packed alike"},
 }
 
 #: Every option once, at lengths that cross the edge of a 64-wide tile.

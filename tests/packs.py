@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuflash import arrays, problem, reference, segments
-from cuflash.modifiers import ALiBi, Modifier, Sinks
+from cuflash.modifiers import ALiBi, Dropout, Modifier, Sinks
 from cuflash.problem import Call
 from tests.cases import DTYPES, STRIDES
 from tests.tolerance import Expectation, assert_close, assert_zero
@@ -33,6 +33,7 @@ class Pack:
     softcap: float | None = None
     alibi: bool = False
     sinks: bool = False
+    dropout: float | None = None
     dlse: bool = False
     strides: str = "contiguous"
 
@@ -59,6 +60,8 @@ class Pack:
         )
         if self.sinks:
             chain += (Sinks(rng.standard_normal(self.heads_q).astype(statistics)),)
+        if self.dropout is not None:
+            chain += (Dropout(self.dropout, 1 << 40, 3),)
         options = {name: getattr(self, name) for name in ("scale", "causal", "window", "softcap")}
         return {
             **made,

@@ -19,6 +19,7 @@ import numpy as np
 from cuflash import reference
 from cuflash.gradients import score_operands
 from cuflash.modifiers import Tile
+from cuflash.problem import for_twins
 from cuflash.reference import sum_groups, sum_to
 
 FEW = 4  # units in the last place of the accumulator
@@ -122,6 +123,7 @@ class Expectation:
 
 def plain_attention(call, dout=None, dlse=None):
     """out, lse and, with `dout`, the gradients by name, of dense attention that rounds what it would store."""
+    call = for_twins(call)
     problem, dtype = call.problem, call.q.dtype
     accumulator = np.dtype(problem.accumulator)
 
@@ -147,7 +149,8 @@ def plain_attention(call, dout=None, dlse=None):
         total = e.sum(axis=-1, keepdims=True) + e_sink
         lse = np.where(total == 0, -np.inf, m + np.log(np.where(total == 0, 1, total)))
         p = e / np.where(total == 0, 1, total)
-        result = {"out": (stored(p) @ v).astype(dtype), "lse": lse[..., 0].astype(accumulator)}
+        factors = np.asarray(reference.weight_factors(tile), accumulator)
+        result = {"out": (stored(p * factors) @ v).astype(dtype), "lse": lse[..., 0].astype(accumulator)}
         if dout is None:
             return result
         g = np.where(np.isneginf(lse), 0, dout.astype(accumulator))
@@ -156,7 +159,7 @@ def plain_attention(call, dout=None, dlse=None):
             delta -= np.where(np.isneginf(lse), 0, dlse.astype(accumulator)[..., None])
         if "sinks" in call.operands:
             result["dsinks"] = sum_to(-e_sink / np.where(total == 0, 1, total) * delta, call.operands["sinks"].shape)
-        ds = p * (g @ v.swapaxes(-1, -2) - delta)
+        ds = p * (factors * (g @ v.swapaxes(-1, -2)) - delta)
         for modifier, slope in reversed(slopes):
             for name in modifier.differentiable:
                 operand = call.operands[name]
@@ -166,7 +169,7 @@ def plain_attention(call, dout=None, dlse=None):
         result["dq"] = (accumulator.type(problem.scale) * (ds @ k)).astype(dtype)
         dk = accumulator.type(problem.scale) * (ds.swapaxes(-1, -2) @ q)
         result["dk"] = sum_groups(dk, problem.group).astype(dtype)
-        result["dv"] = sum_groups(stored(p).swapaxes(-1, -2) @ g, problem.group).astype(dtype)
+        result["dv"] = sum_groups(stored(p * factors).swapaxes(-1, -2) @ g, problem.group).astype(dtype)
         return result
 
 
@@ -227,7 +230,9 @@ def floors(call, dout=None, dlse=None):
         heads_seen = seen.any(axis=-2)[..., None]
         q = numbers(call.q)
         k, v = (np.where(heads_seen, numbers(x).repeat(problem.group, axis=-3), 0) for x in (call.k, call.v))
-        p = np.nan_to_num(reference.weights(call))
+        dense = reference.attend(call)
+        p, factors = np.nan_to_num(dense.p), dense.factors
+        dropped = p * factors
         # A score is known to the unit of its largest term, and an error of the score is a relative error of its weight.
         s = scale * matrix_max(np.where(seen, abs(q) @ transpose(abs(k)), 0))
         for operand in call.operands.values():
@@ -236,7 +241,8 @@ def floors(call, dout=None, dlse=None):
                 s = s + distance * np.broadcast_to(matrix_max(abs(numbers(operand))), s.shape)
         truncations = problem.head_dim / TENSOR_CORE_TERMS if call.q.dtype.itemsize == 2 else 0
         relative = max(FEW, truncations) * unit * (1 + s)
-        result = {"out": relative * matrix_max(abs(v)) + half * rms_max(p**2 @ v**2), "lse": relative}
+        most = factors.max(initial=0)
+        result = {"out": relative * most * matrix_max(abs(v)) + half * rms_max(dropped**2 @ v**2), "lse": relative}
         if dout is None:
             return result
 
@@ -246,23 +252,23 @@ def floors(call, dout=None, dlse=None):
         group_relative = relative.reshape(*relative.shape[:-1], problem.heads_k, problem.group).max(axis=-1)
         g = numbers(dout)
         # Sums of the accumulator: dP and δ may cancel, so each counts with its absolute terms.
-        dp = abs(g) @ transpose(abs(v))
+        dp = factors * (abs(g) @ transpose(abs(v)))
         ds = p * (dp + (p * dp).sum(axis=-1, keepdims=True))
         result["dq"] = relative * scale * matrix_max(ds @ abs(k))
         result["dk"] = group_relative * scale * matrix_max(grouped(transpose(ds) @ abs(q)))
-        result["dv"] = group_relative * matrix_max(grouped(transpose(p) @ abs(g)))
+        result["dv"] = group_relative * matrix_max(grouped(transpose(dropped) @ abs(g)))
         # Roundings of stored values: dS, P, and the output that δ is made of, whose error all keys of a row share.
-        dp = g @ transpose(v)
+        dp = factors * (g @ transpose(v))
         ds2 = (p * (dp - (p * dp).sum(axis=-1, keepdims=True))) ** 2
-        delta2 = (g**2 * (p @ v) ** 2).sum(axis=-1, keepdims=True)
+        delta2 = (g**2 * (dropped @ v) ** 2).sum(axis=-1, keepdims=True)
         if "sinks" in call.operands:  # nothing but δ and dlse, which may cancel
-            p_sink, shape = np.nan_to_num(reference.attend(call).p_sink), call.operands["sinks"].shape
+            p_sink, shape = np.nan_to_num(dense.p_sink), call.operands["sinks"].shape
             terms = (p * abs(dp)).sum(axis=-1, keepdims=True) + (0 if dlse is None else abs(numbers(dlse))[..., None])
             result["dsinks"] = relative.max(initial=0) * matrix_max(sum_to(p_sink * terms, shape))
             result["dsinks"] += half * matrix_max(sum_to(p_sink * np.sqrt(delta2), shape))
         result["dq"] += half * scale * rms_max(ds2 @ k**2 + delta2 * (p @ k) ** 2)
         result["dk"] += half * scale * rms_max(grouped(transpose(ds2 + p**2 * delta2) @ q**2))
-        result["dv"] += half * rms_max(grouped(transpose(p**2) @ g**2))
+        result["dv"] += half * rms_max(grouped(transpose(dropped**2) @ g**2))
         for name in score_operands(problem.modifiers):
             shape = call.operands[name].shape
             sums = relative.max(initial=0) * matrix_max(sum_to(ds, shape))

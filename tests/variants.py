@@ -10,7 +10,7 @@ from cuflash.api import statistics_shapes
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
 from cuflash.gradients import gradient_terms
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Packed, Sinks
+from cuflash.modifiers import ALiBi, BlockMask, Documents, Dropout, KeyLengths, Packed, Sinks
 from cuflash.problem import canonical, describe
 from cuflash.variant import Variant
 from tests.cases import DTYPES
@@ -111,6 +111,7 @@ def options(name: str, dtype: np.dtype, seq_q: int, seq_k: int = LENGTH) -> dict
         "documents": {"modifiers": (Documents(np.ones(seq_q, np.int32), np.ones(seq_k, np.int32)),)},
         "blocks": {"modifiers": (BlockMask(np.ones((-(-seq_q // 16), seq_k // 16), bool), 16),)},
         "sinks": {"modifiers": (Sinks(np.ones(HEADS, statistics)),)},
+        "dropout": {"modifiers": (Dropout(0.1, 1, 2),)},
         "negative-scale": {"scale": -1.0},
         "packed": {"packed": Packed(np.array([0, seq_q], np.int32), np.array([0, seq_k], np.int32), 1)},
     }
@@ -167,6 +168,9 @@ TOGETHER = {
     "sinks-causal": ("sinks", "causal"),
     "sinks-everything": ("sinks", "causal", "window", "softcap", "bias", "mask", "alibi", "lengths"),
     "packed-sinks": ("packed", "causal", "sinks"),
+    "dropout-causal": ("dropout", "causal"),
+    "dropout-everything": ("dropout", "sinks", "causal", "window", "softcap", "bias", "mask", "alibi", "lengths"),
+    "packed-dropout": ("packed", "causal", "dropout"),
     "packed-everything": ("packed", "causal", "window", "softcap", "alibi"),
     "ranges": RANGES,
     "ranges-bias": (*RANGES, "bias"),

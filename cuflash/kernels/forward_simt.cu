@@ -9,6 +9,7 @@
 #include "hw/copy_simt.cuh"
 #include "hw/gemm_simt.cuh"
 #include "hw/gemm_f64.cuh"
+#include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/epilogue.cuh"
 
@@ -87,13 +88,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     scores_of<false>(s, slopes, products.first, p, place, corner,
                      tile_is_open(p, place, warp_queries, {corner.k, corner.k + Config::kBlockK}));
     softmax.step<OutFragment>(s, o, p);
+    drop<false>(s, products.first, p, place, corner);
     products.multiply_second(o, s, shared.v);
   }
 
   softmax.finish();
   softmax.join_sink(p, place);
   store_rows(o, products.second, matrix<Element>(p.out, place.offset(p.out)), queries, {0, p.head_dim_v}, p.out_vectors,
-             [&](int slot) { return softmax.inverse(slot); });
+             [&](int slot) { return softmax.inverse(slot) * drop_scale(p); });
   store_lse(softmax, products.first, p, place, queries);
   store_statistics<Config::kMaximum, Config::kEntropy>(softmax, products.first, p, place, queries);
 }

@@ -6,6 +6,7 @@ from cuflash.modifiers.bias import Bias
 from cuflash.modifiers.blocks import BlockMask
 from cuflash.modifiers.causal import Causal
 from cuflash.modifiers.documents import Documents
+from cuflash.modifiers.dropout import Dropout
 from cuflash.modifiers.lengths import KeyLengths
 from cuflash.modifiers.mask import Mask
 from cuflash.modifiers.packed import Packed
@@ -16,7 +17,21 @@ from cuflash.modifiers.window import Window
 
 REGISTRY: dict[str, type[Modifier]] = {
     m.name: m
-    for m in (Scaled, Softcap, ALiBi, Bias, Causal, Window, KeyLengths, Mask, Documents, BlockMask, Packed, Sinks)
+    for m in (
+        Scaled,
+        Softcap,
+        ALiBi,
+        Bias,
+        Causal,
+        Window,
+        KeyLengths,
+        Mask,
+        Documents,
+        BlockMask,
+        Packed,
+        Sinks,
+        Dropout,
+    )
 }
 
 __all__ = [
@@ -26,6 +41,7 @@ __all__ = [
     "BlockMask",
     "Causal",
     "Documents",
+    "Dropout",
     "KeyLengths",
     "Mask",
     "Modifier",

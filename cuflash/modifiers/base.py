@@ -1,7 +1,7 @@
 """What a modifier is: the contract between one feature of the scores, the kernels and the NumPy twin.
 
-A modifier changes scores, hides keys or joins the softmax.  It is written once, here in Python and as a few lines of CUDA,
-and serves every backend in both directions.  Five kinds exist:
+A modifier changes scores, hides keys, or joins or follows the softmax.  It is written once, here in Python and as a few
+lines of CUDA, and serves every backend in both directions.  Six kinds exist:
 
 * ``score``: s -> f(s, q, k); CUDA `apply` and `apply_with_slope`, twin `apply` and `slope`;
 * ``range``: query q sees an interval of keys; CUDA `narrow_keys` and `narrow_queries`, twin `narrow`.  Tiles outside the
@@ -10,9 +10,12 @@ and serves every backend in both directions.  Five kinds exist:
   no visible pair, or no hidden one, adds `tile_is_hidden` and `tile_is_clear`, in CUDA and as twins: hidden tiles are
   not visited, and in clear ones no pair is tested;
 * ``sum``: one more term in the sum of each row, after its last key; CUDA and twin `logit`;
+* ``drop``: weights that become 0 behind the softmax (dropout.py alone; kernels/attention/dropout.cuh), twin
+  `weight_factors`;
 * ``place``: says which sequence a tile belongs to (packed.py alone), before anything looks at positions.
 
-The order of a chain is fixed: scale, softcap, other score modifiers, bias, then everything that hides keys, then the sum.
+The order of a chain is fixed: scale, softcap, other score modifiers, bias, then everything that hides keys, then the
+sum, then what drops weights.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from cuflash.problem import Problem
 
 Array = NDArray[Any]
-Kind = Literal["score", "range", "mask", "sum", "place"]
+Kind = Literal["score", "range", "mask", "sum", "drop", "place"]
 #: axes of an operand behind those of the batch, for heads, queries and keys: label and length, None where it has none
 Axes = tuple[tuple[str, int] | None, tuple[str, int] | None, tuple[str, int] | None]
 
@@ -89,6 +92,10 @@ class Modifier:
         """Array operands by field name."""
         return {n: getattr(self, f) for n, f in self.operand_attributes().items() if getattr(self, f) is not None}
 
+    def numbers(self) -> dict[str, int]:
+        """64-bit integers that a call carries beside its arrays, by field name: they vary from call to call, unlike a plan."""
+        return {}
+
     @classmethod
     def operand_attributes(cls) -> dict[str, str]:
         """Field name of each View -> attribute that carries the array."""
@@ -120,6 +127,12 @@ class Modifier:
         """Values of the scalar run-time fields."""
         return {}
 
+    def twin_operands(
+        self, problem: Problem, operands: Mapping[str, Any], numbers: Mapping[str, int], first_entry: int
+    ) -> dict[str, Any]:
+        """Further operands that only the twins read."""
+        return {}
+
     # ---- NumPy twin ------------------------------------------------------------------------------------------------
     def apply(self, s: Array, tile: Tile) -> Array:
         """Score in, score out (kind ``score``)."""
@@ -131,6 +144,10 @@ class Modifier:
 
     def logit(self, operands: Mapping[str, Array]) -> Array:
         """The logit of the further term, with the axes (*batch, heads_q, 1, 1) (kind ``sum``)."""
+        raise NotImplementedError
+
+    def weight_factors(self, tile: Tile) -> Array:
+        """What weights are multiplied with behind the softmax (kind ``drop``)."""
         raise NotImplementedError
 
     def narrow(self, begin: Array, end: Array, q: Array, tile: Tile) -> tuple[Array, Array]:

@@ -195,6 +195,8 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
         return "an array is empty, which no tensor map describes"
     if sparse := [m.name for m in problem.modifiers if m.knows_tiles()]:
         return f"it does not pass over the tiles that {', '.join(sparse)} hides"
+    if problem.modifier("dropout"):
+        return "it has no registers left to draw the random numbers of Dropout in"
     changed = [m.name for m in problem.modifiers if m.kind in ("score", "mask")]
     widest = max(problem.head_dim, problem.head_dim_v)
     others = [name for name in changed if name != "softcap"]

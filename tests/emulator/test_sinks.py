@@ -24,8 +24,8 @@ TARGETS = ((75, "float16"), (90, "bfloat16"), (80, "float32"), (90, "float64"))
 small = pytest.mark.usefixtures("mma_tile", "simt_tile")
 
 
-#: each option on two of them, so that each of them has two options
-CHOSEN = [(name, TARGETS[(i + step) % 4]) for i, name in enumerate(SINKS) for step in (0, 2)]
+#: each option on one of them, the first on all
+CHOSEN = [*((name, TARGETS[i % 4]) for i, name in enumerate(SINKS)), *(("sinks", target) for target in TARGETS[1:])]
 
 
 @small
@@ -103,7 +103,6 @@ def test_logits_that_are_not_finite_or_far(target: tuple[int, str]) -> None:
             "fma_of(m[slot], p.softmax_scale * kLog2, log_of(l[slot]))",
         ),
         ("-weight * row.delta", "weight * row.delta"),
-        ("-weight * row.delta", "Real(0)"),
         ("place.offset(p.sinks)", "0"),
     ],
 )

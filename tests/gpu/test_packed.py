@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 2.0, "causal": True},
     "alibi": {"alibi": True, "dlse": True},
     "sinks": {"sinks": True, "causal": True, "dlse": True},
+    "dropout": {"dropout": 0.3, "causal": True, "dlse": True},
     "groups": {"heads_q": 6, "heads_k": 2, "causal": True},
     "wide": {"head_dim": 24, "head_dim_v": 40},
     "large": {"head_dim": 192, "head_dim_v": 128, "causal": True},
