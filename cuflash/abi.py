@@ -59,7 +59,9 @@ _TURNS: Fields = (("Pointer", "turns"),)
 #: beside lse; a null one is not asked for.  Behind the modifiers' fields, so that kernels without them take the same record
 STATISTICS = ("maximum", "entropy", "column_sums")
 _STATISTICS: Fields = tuple(("View", name) for name in STATISTICS)
-_PERSISTENT: Fields = (("Pointer", "tile_counter"), ("int", "section"))
+#: heads whose tiles are worked on side by side
+_ORDER: Fields = (("int", "section"),)
+_PERSISTENT: Fields = (("Pointer", "tile_counter"),)
 #: `parts` and `part_totals` hold results over parts of the keys, `arrivals` counts them
 _DECODE: Fields = (
     ("View", "lengths"),
@@ -93,6 +95,8 @@ def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = (
         table += _DECODE
     elif maps:
         table += _PERSISTENT
+    if direction != "decode":
+        table += _ORDER
     if statistics:
         table += _STATISTICS
     return table + tuple(("TensorMap", f"{name}_map") for name in maps)

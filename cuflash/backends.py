@@ -24,6 +24,7 @@ class Device:
     multiprocessors: int = 1
     clock_hz: float = 0.0  # 0 where unknown
     bytes_per_second: float = 0.0
+    cache_bytes: int = 0  # of the second level; 0 where unknown
     compiler: int = 0  # NVRTC, 1209 for 12.9; 0 where unknown
 
     def __str__(self) -> str:

@@ -48,6 +48,7 @@ def device(index: int) -> Device:
         multiprocessors=properties["multiProcessorCount"],
         clock_hz=1e3 * attributes.get("ClockRate", 0),
         bytes_per_second=1e3 * attributes.get("MemoryClockRate", 0) * bus_bytes,
+        cache_bytes=properties["l2CacheSize"],
         compiler=jit.compiler(),
     )
 

@@ -20,7 +20,7 @@ from cuflash.gradients import score_operands
 from cuflash.modifiers import REGISTRY, Scaled
 from cuflash.place import Placed, address, compact, merged_batch, placed
 from cuflash.problem import Call, Problem
-from cuflash.schedules import rows
+from cuflash.schedules import order, rows
 from cuflash.schedules.base import Config
 from cuflash.tensormap import TensorMap
 from cuflash.variant import ITEMSIZE, Variant
@@ -110,9 +110,11 @@ def plan_forward(
         columns = backend.schedule.columns(problem, device.shared_limit, all(at[n].aligned(16, axes) for n in "qk"))
         steps.append(Step(Variant(columns.kernel, problem.dtype, names, columns), columns.blocks(problem)))
     planned = checked(*steps)
-    values = {**common_values(problem), "out_vectors": vectors(at["out"], axes)}
-    if variant.maps:
-        values["section"] = config.section(problem)
+    values = {
+        **common_values(problem),
+        "out_vectors": vectors(at["out"], axes),
+        "section": order.section(problem, device.cache_bytes),
+    }
     with_statistics = any(name in at for name in abi.STATISTICS)
     template, offsets = pack("forward", problem, at, values, variant.maps, with_statistics)
     maps = tensor_maps(variant, problem, at)
@@ -168,6 +170,7 @@ def plan_backward(
         **common_values(problem),
         "rows_padded": padded,
         "dq_width": main.dq_width,
+        "section": order.section(problem, device.cache_bytes, backward=True, deterministic=deterministic),
         **{f"{name}_vectors": vectors(at[name], axes) for name in ("dq", "dk", "dv")},
     }
     template, offsets = pack("backward", problem, at, values, maps)

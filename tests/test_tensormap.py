@@ -10,6 +10,7 @@ from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
 from cuflash.place import placed
 from cuflash.problem import describe
+from cuflash.schedules import order
 from tests.cases import DTYPES, STRIDES
 from tests.test_plan import call_of, contiguous, places
 
@@ -171,7 +172,7 @@ def test_maps_lie_in_the_record():
     other = plan.plan_forward(made.problem, described_device(90), places(made), "mma")
     for name in ("seq_q", "scale", "causal_diagonal", "batch_sizes"):
         np.testing.assert_array_equal(packed[name], np.frombuffer(other.arguments({}), plain)[0][name])
-    assert packed["section"] == step.config.section(made.problem)
+    assert packed["section"] == order.section(made.problem, 0)
 
 
 def test_boxes_are_those_of_the_tile():

@@ -61,16 +61,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const int chunks = kChunked ? max(tiles_of(p.head_dim, Config::kChunk), tiles_of(p.head_dim_v, Config::kChunkV)) : 1;
   int index = blockIdx.x;
   if constexpr (Config::kDeterministic) index = int(start_number(static_cast<u32*>(p.turns), shared_memory));
-  const int number = index % key_tiles;
-  index /= key_tiles;
-  const int chunk = index % chunks;
-  index /= chunks;
+  const Assignment assigned(p, index, key_tiles * chunks, p.batch_size * p.heads_k);
+  const int chunk = assigned.tile % chunks, batch_index = assigned.head / p.heads_k;
   Place place;
-  place.head_k = index % p.heads_k;
-  place.set_batch(p, index / p.heads_k);
-  const int tile = place.enter_keys<Config::kBlockK>(p, number);
+  place.head_k = assigned.head % p.heads_k;
+  place.set_batch(p, batch_index);
+  const int tile = place.enter_keys<Config::kBlockK>(p, assigned.tile / chunks);
   place.key_count = Visibility::key_count(p, place);
-  const int first_head = place.head_k * p.group, batch_index = index / p.heads_k;
+  const int first_head = place.head_k * p.group;
 
   const Range keys{tile * Config::kBlockK, min(place.seq_k(p), (tile + 1) * Config::kBlockK)};
   if (kPacked && is_empty(keys)) return;

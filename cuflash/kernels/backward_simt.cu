@@ -18,7 +18,7 @@
 
 constexpr int kHalf = Config::kWarps / 2;
 static_assert(Config::kWarps % 2 == 0, "two halves");
-enum { kScoreHalf = 1 };  // a barrier; all threads of the block meet at barrier 0
+constexpr int kEarly = Config::kBlockQ / 8;  // queries of dV that are summed while the other half turns dP into dS
 
 // kWarps warps over a tile: side by side, kWarpRows above each other, each a grid of lanes.
 template <int kWarps, int kWarpRows, int kLaneRows> struct Layout {
@@ -70,13 +70,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   // Longest first: under a causal mask the first keys are seen by the most queries.
   const int key_tiles = Place::key_tiles<Config::kBlockK>(p);
-  u32 number = blockIdx.x;
-  if constexpr (Config::kDeterministic) number = start_number(static_cast<u32*>(p.turns), shared_memory);
-  const int index = int(number / key_tiles), batch_index = index / p.heads_k;
+  int index = blockIdx.x;
+  if constexpr (Config::kDeterministic) index = int(start_number(static_cast<u32*>(p.turns), shared_memory));
+  const Assignment assigned(p, index, key_tiles, p.batch_size * p.heads_k);
+  const int batch_index = assigned.head / p.heads_k;
   Place place;
-  place.head_k = index % p.heads_k;
+  place.head_k = assigned.head % p.heads_k;
   place.set_batch(p, batch_index);
-  const int tile = place.enter_keys<Config::kBlockK>(p, int(number % key_tiles));
+  const int tile = place.enter_keys<Config::kBlockK>(p, assigned.tile);
   place.key_count = Visibility::key_count(p, place);
   const int first_head = place.head_k * p.group;
 
@@ -169,12 +170,18 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 #pragma unroll
       for (int i = 0; i < ScoreFragment::kSize; ++i) s[i] *= slopes[i];
       store_tile<ScoreFragment, kPitchScore>(s, s_at, shared.ds.data);
-      meet<kScoreHalf, Config::kThreads / 2>();  // dS is complete
+    } else {
+      multiply_atb<ValueFragment, kEarly, kPitchScore, kPitchV>(part<ValueFragment::kSize>(sums), dv_at, shared.p.data,
+                                                                shared.dout.data);
+    }
+    __syncthreads();  // dS is complete
+    if (has_scores) {
       multiply_atb<KeyFragment, Config::kBlockQ, kPitchScore, kPitch>(part<KeyFragment::kSize>(sums), dk_at,
                                                                       shared.ds.data, shared.q.data);
     } else {
-      multiply_atb<ValueFragment, Config::kBlockQ, kPitchScore, kPitchV>(part<ValueFragment::kSize>(sums), dv_at,
-                                                                         shared.p.data, shared.dout.data);
+      multiply_atb<ValueFragment, Config::kBlockQ - kEarly, kPitchScore, kPitchV>(
+          part<ValueFragment::kSize>(sums), dv_at, shared.p.data + kEarly * kPitchScore,
+          shared.dout.data + kEarly * kPitchV);
     }
     __syncthreads();  // Q and dO are no longer read
     next_step = step + 1 < steps ? visible_from(step + 1) : steps;

@@ -27,11 +27,11 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
 
   // Longest first: under a causal mask the first keys are seen by the most queries.
-  const int key_tiles = tiles_of(p.seq_k, Config::kBlockK);
-  const int tile = int(blockIdx.x % key_tiles), index = int(blockIdx.x / key_tiles);
+  const Assignment assigned(p, blockIdx.x, tiles_of(p.seq_k, Config::kBlockK), p.batch_size * p.heads_q);
+  const int tile = assigned.tile;
   Place place;
-  place.set_head(p, index % p.heads_q);
-  place.set_batch(p, index / p.heads_q);
+  place.set_head(p, assigned.head % p.heads_q);
+  place.set_batch(p, assigned.head / p.heads_q);
   place.key_count = Visibility::key_count(p, place);
 
   const Range keys{tile * Config::kBlockK, min(p.seq_k, (tile + 1) * Config::kBlockK)};

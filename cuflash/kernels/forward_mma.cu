@@ -38,13 +38,12 @@ struct Work {
   __device__ __forceinline__ Work(const Params& p, int index) {
     const int query_tiles = Place::query_tiles<Config::kBlockQ>(p);
     const int chunks = Config::kChunk < Config::kHeadDimV ? tiles_of(p.head_dim_v, Config::kChunk) : 1;
-    const int tile = place.enter_queries<Config::kBlockQ>(p, query_tiles - 1 - index % query_tiles);
-    index /= query_tiles;
+    const Assignment assigned(p, index, query_tiles * chunks, p.batch_size * p.heads_q);
+    const int tile = place.enter_queries<Config::kBlockQ>(p, query_tiles - 1 - assigned.tile / chunks);
     queries = {tile * Config::kBlockQ, min(place.seq_q(p), (tile + 1) * Config::kBlockQ)};
-    columns = {index % chunks * Config::kChunk, Config::kExact ? Config::kHeadDimV : p.head_dim_v};
-    index /= chunks;
-    place.set_head(p, index % p.heads_q);
-    place.set_batch(p, index / p.heads_q);
+    columns = {assigned.tile % chunks * Config::kChunk, Config::kExact ? Config::kHeadDimV : p.head_dim_v};
+    place.set_head(p, assigned.head % p.heads_q);
+    place.set_batch(p, assigned.head / p.heads_q);
     place.key_count = Visibility::key_count(p, place);
   }
 };

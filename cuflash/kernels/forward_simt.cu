@@ -41,11 +41,11 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   // Longest first: the last queries see the most keys under a causal mask.
   const int query_tiles = Place::query_tiles<kBlockQ>(p);
-  const int number = query_tiles - 1 - int(blockIdx.x % query_tiles), index = int(blockIdx.x / query_tiles);
+  const Assignment assigned(p, blockIdx.x, query_tiles, p.batch_size * p.heads_q);
   Place place;
-  place.set_head(p, index % p.heads_q);
-  place.set_batch(p, index / p.heads_q);
-  const int tile = place.enter_queries<kBlockQ>(p, number);
+  place.set_head(p, assigned.head % p.heads_q);
+  place.set_batch(p, assigned.head / p.heads_q);
+  const int tile = place.enter_queries<kBlockQ>(p, query_tiles - 1 - assigned.tile);
   place.key_count = Visibility::key_count(p, place);
 
   const Range queries{tile * kBlockQ, min(place.seq_q(p), (tile + 1) * kBlockQ)};

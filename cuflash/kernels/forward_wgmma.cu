@@ -61,16 +61,14 @@ constexpr bool kGuesses = Config::kOptimistic && Score::kIdentity && !Visibility
 constexpr int kReaderThreads = kGuesses ? 32 : kWarpgroupThreads,
               kReaders = kGroups * kWarpgroupThreads / kReaderThreads;
 
-// Some heads at a time, so that their keys and values stay in the cache; among these the tiles that see the most keys first,
-// the last queries under a causal mask.
+// Longest first: the last queries see the most keys under a causal mask.
 __device__ __forceinline__ Tile tile_of(const Params& p, int index) {
-  const int heads = p.batch_size * p.heads_q, query_tiles = tiles_of(p.seq_q, Config::kBlockQ);
-  const int first_head = index / (p.section * query_tiles) * p.section, width = min(p.section, heads - first_head);
-  const int rest = index - first_head * query_tiles, head = first_head + rest % width;
+  const int query_tiles = tiles_of(p.seq_q, Config::kBlockQ);
+  const Assignment assigned(p, index, query_tiles, p.batch_size * p.heads_q);
   Tile tile;
-  tile.row = (query_tiles - 1 - rest / width) * Config::kBlockQ;
-  tile.head = head % p.heads_q;
-  tile.batch = head / p.heads_q;
+  tile.row = (query_tiles - 1 - assigned.tile) * Config::kBlockQ;
+  tile.head = assigned.head % p.heads_q;
+  tile.batch = assigned.head / p.heads_q;
   Place place;
   place.set_head(p, tile.head);
   place.set_batch(p, tile.batch);

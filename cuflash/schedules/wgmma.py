@@ -25,12 +25,10 @@ STEP = 16  # depth of one wgmma
 GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
 SMALLEST_QUERIES = 128  # tiles of more are for as many queries at least
-CACHED_BYTES = 32 << 20  # keys and values that should stay in the second-level cache
 MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
 TILE_BYTES = 28  # what consumers are told of a tile of queries
 WORK_BYTES = 48  # what a block of the backward is told of its tile of keys
 SCORED = 8  # weight of what looks at single scores
-FULL_SECTION = 16  # heads at once without a causal mask: more pay only for balance
 
 #: registers per thread of the producer and of each consumer, by consumers: together at most what the launch reserves
 #: (65536 / threads, rounded down to a multiple of 8, for each thread; PTX ISA, "setmaxnreg")
@@ -96,15 +94,6 @@ class ForwardWgmma:
     def blocks(self, problem: Problem) -> int:
         """Tiles of queries."""
         return tiles(problem.seq_q, self.block_q) * problem.heads_q * problem.batch_size
-
-    def section(self, problem: Problem) -> int:
-        """Query heads worked on at once, so that their keys and values stay in the cache; a power of two."""
-        widths = padded(problem.head_dim, STEP) + padded(problem.head_dim_v, STEP)
-        fitting = max(1, CACHED_BYTES // (problem.seq_k * widths * 2)) * problem.group
-        section = 1 << (fitting.bit_length() - 1)
-        if problem.modifier("causal") is None:
-            section = min(section, FULL_SECTION)
-        return max(1, min(section, problem.batch_size * problem.heads_q))
 
 
 @dataclass(frozen=True)

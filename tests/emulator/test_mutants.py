@@ -8,7 +8,7 @@ import pytest
 
 from cuflash import problem, source, tuning
 from cuflash.backends import described_device
-from cuflash.schedules import wgmma
+from cuflash.schedules import order
 from cuflash.variant import Variant
 from tests.cases import Case
 from tests.emulator import Mutant, examine, kernels
@@ -276,7 +276,7 @@ MUTANTS += [
     hopper("the first block of keys is forgotten",
            "const int first = seen.begin / Config::kBlockK;", "const int first = tiles_of(seen.begin, Config::kBlockK);"),
     hopper("the last heads pass for a whole section",
-           "min(p.section, heads - first_head)", "p.section"),
+           "min(p.section, heads - first)", "p.section"),
     hopper("the output of a tile begins with that of the one before", "clear(o);", ""),
     hopper("sums of a tile begin with those of the one before", "softmax = Softmax();", ""),
     hopper("scores are those of the tile before", "q_at.advance(); tile = next_tile(); if (tile >= 0) {", "tile = next_tile(); if (tile >= 0) {"),
@@ -358,7 +358,7 @@ def force(monkeypatch):
     def tile(name):
         if name in HOPPER_TILES:
             monkeypatch.setattr(tuning, "FORWARD_WGMMA", (HOPPER_TILES[name],))
-            monkeypatch.setattr(wgmma, "FULL_SECTION", 4)  # of 6 heads
+            monkeypatch.setattr(order, "EVEN_SECTION", 4)  # of 6 heads
             return
         monkeypatch.setattr(tuning, "FORWARD_MMA", (TILES[name][0],))
         monkeypatch.setattr(tuning, "BACKWARD_MMA", (TILES[name][1],))

@@ -15,7 +15,7 @@ from cuflash import problem, tuning
 from cuflash.backends import BACKENDS, Device, described_device
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import KeyLengths
-from cuflash.schedules import wgmma
+from cuflash.schedules import order, wgmma
 from tests import cases
 from tests.cases import OPTIONS, STRIDES, Case
 from tests.emulator import kernels
@@ -346,10 +346,10 @@ def test_lengths_of_64_bits_and_out_of_range(tile):
 def test_any_number_of_blocks_gives_the_same(tile, monkeypatch, name, section):
     """Each tile of queries once, in whatever order heads are taken."""
     tile(TILES[name])
-    monkeypatch.setattr(wgmma, "FULL_SECTION", section)
+    monkeypatch.setattr(order, "EVEN_SECTION", section)
     case = Case("blocks", "bfloat16", batch=(1,), heads_q=5, heads_k=5, seq_q=2 * TILES[name].block_q + 1, seq_k=40)
     call, _, _ = replace(case, window=(None, 0), lengths=(40,)).call()
-    assert wgmma.forward(call.problem, hopper().shared_limit, True).section(call.problem) == min(section, 5)
+    assert order.section(call.problem, 0) == min(section, 5)
     expectation = Expectation(call)
     first = None
     for seed, blocks in enumerate((1, 2, 3, 7, 15, 132)):
@@ -363,7 +363,7 @@ def test_any_number_of_blocks_gives_the_same(tile, monkeypatch, name, section):
 @pytest.mark.parametrize("cached", [1, 1 << 12, 1 << 30])
 def test_sections_of_causal_heads(tile, monkeypatch, cached):
     """Under a causal mask as many heads at once as fit the cache, one at least."""
-    monkeypatch.setattr(wgmma, "CACHED_BYTES", cached)
+    monkeypatch.setattr(order, "CACHE_BYTES", cached)
     check(Case("sections", "float16", heads_q=6, heads_k=2, seq_q=270, causal=True))
 
 

@@ -206,6 +206,20 @@ template <class T> __device__ __forceinline__ Matrix<T> matrix(const View& view,
   return {static_cast<T*>(view.data) + offset, view.row, view.column};
 }
 
+// A tile of a head; heads are counted over all batch entries.
+struct Assignment {
+  int tile, head;
+
+  // Of the block with that number.  Some heads at a time (the host's `section`), so that what their blocks read stays in the
+  // cache; among these tile by tile: where the first tiles take longest, no head begins its longest when others are done.
+  template <class P> __device__ __forceinline__ Assignment(const P& p, int index, int tiles, int heads) {
+    const u32 section = p.section, first = u32(index) / (section * tiles) * section;
+    const u32 width = min(section, heads - first), rest = index - first * tiles;
+    tile = int(rest / width);
+    head = int(first + rest % width);
+  }
+};
+
 // Tiles that hold some of the positions.
 template <int kTile> __device__ __forceinline__ Range tiles_over(Range positions) {
   return {positions.begin / kTile, tiles_of(positions.end, kTile)};

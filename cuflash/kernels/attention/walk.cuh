@@ -13,11 +13,11 @@ struct Work {
   Work() = default;
   __device__ __forceinline__ Work(const Params& p, int index) {
     // Longest first: under a causal mask the first keys are seen by the most queries.
-    const int key_tiles = tiles_of(p.seq_k, Config::kBlockK), tile = index % key_tiles;
-    index /= key_tiles;
-    keys = {tile * Config::kBlockK, min(p.seq_k, (tile + 1) * Config::kBlockK)};
-    batch = index / p.heads_k;
-    place.head_k = index % p.heads_k;
+    const Assignment assigned(p, index, tiles_of(p.seq_k, Config::kBlockK), p.batch_size * p.heads_k);
+    const int first_key = assigned.tile * Config::kBlockK;
+    keys = {first_key, min(p.seq_k, first_key + Config::kBlockK)};
+    batch = assigned.head / p.heads_k;
+    place.head_k = assigned.head % p.heads_k;
     place.head = place.head_k * p.group;
     place.set_batch(p, batch);
     place.key_count = Visibility::key_count(p, place);

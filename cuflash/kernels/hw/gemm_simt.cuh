@@ -126,11 +126,6 @@ template <int kPart, int kSize, class T> __device__ __forceinline__ T (&part(T (
   return reinterpret_cast<T(&)[kPart]>(x);
 }
 
-// A barrier of its own for kThreads threads, whichever paths their warps take (PTX ISA, "bar.sync").
-template <int kBarrier, int kThreads> __device__ __forceinline__ void meet() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
-}
-
 // A thread's elements from a row-major tile and into one.
 template <class F, int kPitch, class T>
 __device__ __forceinline__ void load_tile(T (&c)[F::kSize], const F& f, const T* from) {
