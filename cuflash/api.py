@@ -15,6 +15,7 @@ from cuflash.arrays import Home
 from cuflash.errors import ArgumentError, UnsupportedError
 from cuflash.explanation import Explanation
 from cuflash.modifiers import Modifier, Sinks
+from cuflash.modifiers.base import device_of
 from cuflash.problem import (
     MAX_SEQ,
     Call,
@@ -916,5 +917,6 @@ def give_gradients(gradients: Any, home: Home, call: Call, native: Mapping[str, 
     for field in gradients._fields[3:]:
         shaped[field] = getattr(gradients, field).reshape(native[field[1:]].shape)
     if isinstance(sinks := call.problem.modifier(Sinks.name), Sinks):
-        shaped["dsinks"] = shaped["dsinks"].astype(sinks.dtype, copy=False)
+        with device_of(shaped["dsinks"]):
+            shaped["dsinks"] = shaped["dsinks"].astype(sinks.dtype, copy=False)
     return gradients._replace(**{name: home.give(x) for name, x in shaped.items()})

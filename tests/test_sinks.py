@@ -233,3 +233,12 @@ def test_no_backend_is_lost_by_sinks(arch: int) -> None:
         assert schedules[0] == schedules[1]
         backwards = [backend.schedule.backward(p, device.shared_limit, True) for p in (call.problem, bare)]
         assert backwards[0] == backwards[1]
+
+
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(4, 0), (0, 4)])
+def test_empty_sides(seq_q: int, seq_k: int) -> None:
+    q, k, v = (np.ones((2, 3, n, 4), np.float32) for n in (seq_q, seq_k, seq_k))
+    out, lse, vjp = cuflash.attention_vjp(q, k, v, modifiers=[Sinks([0.5, 1.5, 2.5])], return_lse=True)
+    assert (out == 0).all()
+    np.testing.assert_allclose(lse, np.broadcast_to([[0.5], [1.5], [2.5]], lse.shape))
+    np.testing.assert_allclose(vjp(out, np.ones_like(lse)).dsinks, 2 * seq_q)

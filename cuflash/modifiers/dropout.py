@@ -56,7 +56,8 @@ class Dropout(Modifier):
     NaN.  There is no global state: which weights are dropped depends on p, seed, offset, batch entry (of packed sequences the
     segment), head, and the positions of query and key alone, so that forward and backward, all backends, tiles and devices
     agree bit for bit, and `dropout_mask` gives the same on the host.  The numbers are those of Philox4x32-10; the file that
-    defines this class says how they are counted.  Whoever evaluates leaves it out, or passes p=0.
+    defines this class says how they are counted.  Parts of the keys that `cuflash.merge` makes one count theirs from 0 each:
+    give each an offset of its own.  Whoever evaluates leaves it out, or passes p=0.
 
     Examples
     --------
