@@ -184,6 +184,7 @@ def test_the_gradient_has_the_shape_and_dtype_of_the_logits(logits: Any, shape: 
     gradients = vjp(out)
     assert gradients._fields == ("dq", "dk", "dv", "dsinks")
     assert (gradients.dsinks.shape, gradients.dsinks.dtype) == (shape, DTYPES[dtype])
+    assert repr(Sinks(logits)) == "Sinks()"
     bias = np.zeros((5, 5), np.float16)
     out, vjp = cuflash.attention_vjp(q, k, v, bias=bias, modifiers=[Sinks(logits)])
     assert vjp(out)._fields == ("dq", "dk", "dv", "dbias", "dsinks")

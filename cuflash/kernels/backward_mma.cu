@@ -127,6 +127,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     load_dout(start_head, start_tile, 0);
   }
   place.head = start_head;
+  DropKey key = drop_key(p, place);
   int query_tile = start_tile, next_head = start_head, next_tile = start_tile;
   for (int step = 0; step < steps; ++step) {
     const int stage = Config::kStages == 2 ? step & 1 : 0, dout_stage = Config::kDoutStages == 2 ? step & 1 : 0;
@@ -164,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       s[i + 1] = probability(s[i + 1], row.second.shift, p);
     }
 
-    mark_dropped<true>(s, s_at, p, place, corner);
+    mark_dropped<true>(s, s_at, key, p, corner);
     if constexpr (kSharesRows)
       with_kept(s, [&](const auto& weights) { store_fragment(p_tile, weights, s_at, as_it_is); });
     clear(dp);
@@ -222,6 +223,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
         in_turn(static_cast<u32*>(p.turns) + 1 + sum, tile, add);
       else
         add();
+    }
+    if (kDrops && next_head != place.head) {
+      place.head = next_head;
+      key = drop_key(p, place);
     }
     place.head = next_head;
     query_tile = next_tile;

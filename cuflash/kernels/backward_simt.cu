@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 #pragma unroll
       for (int i = 0; i < ScoreFragment::kSize; ++i)
         s[i] = probability(s[i], statistics[ScoreFragment::slot(i)].shift, p);
-      mark_dropped<false>(s, s_at, p, place, corner);
+      mark_dropped<false>(s, s_at, drop_key(p, place), p, corner);
       with_kept(s, [&](const auto& weights) { store_tile<ScoreFragment, kPitchScore>(weights, s_at, shared.p.data); });
     } else {
       multiply_abt<ScoreFragment, Config::kHeadDimV, kPitchV, kPitchV>(s, s_at, shared.dout.data, shared.v.data);

@@ -81,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   OnlineSoftmax<ScoreFragment, Config::kMaximum, Config::kEntropy> softmax;
   float o[OutFragment::kSize];
   clear(o);
+  const DropKey key = drop_key(p, place);
   OperandA<Config::kHeadDim, ScoreFragment> q_operand;  // used where kQInRegisters
 
   if (first < last) {
@@ -135,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     scores_of<false>(s, slopes, s_at, p, place, corner,
                      tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, keys));
     softmax.step<OutFragment>(s, o, p);
-    drop<true>(s, s_at, p, place, corner);
+    drop<true>(s, s_at, key, p, corner);
 
     if constexpr (Config::kStages == 1) {
       if (more)

@@ -63,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const Products products(warp, shared);
   const Range warp_queries{queries.begin + warp * Products::kRows, queries.begin + (warp + 1) * Products::kRows};
   OnlineSoftmax<ScoreFragment, Config::kMaximum, Config::kEntropy> softmax;
+  const DropKey key = drop_key(p, place);
   Real o[OutFragment::kSize];
   clear(o);
 
@@ -88,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     scores_of<false>(s, slopes, products.first, p, place, corner,
                      tile_is_open(p, place, warp_queries, {corner.k, corner.k + Config::kBlockK}));
     softmax.step<OutFragment>(s, o, p);
-    drop<false>(s, products.first, p, place, corner);
+    drop<false>(s, products.first, key, p, corner);
     products.multiply_second(o, s, shared.v);
   }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cuflash.modifiers.base import Array, Axes, Kind, Modifier, array_field
@@ -55,7 +55,7 @@ struct Sinks {
 """
 
     logits: Any = array_field()
-    dtype: str = ""  # of the gradient
+    dtype: str = field(default="", repr=False)  # of the gradient; the calls set it
 
     @classmethod
     def operand_attributes(cls) -> dict[str, str]:

@@ -99,19 +99,20 @@ def test_seeds_in_memory(target: tuple[int, str]) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "dtype"),
     [
-        ("drop<true>(s, s_at, p, place, corner);", "", "bfloat16"),
+        ("drop<true>(s, s_at, key, p, corner);", "", "bfloat16"),
         ("return softmax.inverse(slot) * drop_scale(p);", "return softmax.inverse(slot);", "bfloat16"),
-        ("mark_dropped<true>(s, s_at, p, place, corner);", "", "bfloat16"),
+        ("mark_dropped<true>(s, s_at, key, p, corner);", "", "bfloat16"),
         ("marked < Real(0) ? Real(0) : dp", "dp", "bfloat16"),
         ("is_odd ? other : own, is_odd ? own : other", "own, other", "bfloat16"),
         ("kept[i] = s[i] < Real(0) ? Real(0) : s[i];", "kept[i] = s[i];", "float32"),
+        ("if (kDrops && next_head != place.head)", "if (false)", "bfloat16"),
         ("u32(place.entry(p)), u32(place.head)", "0u, u32(place.head)", "float32"),
     ],
 )
 def test_bugs_are_found(old: str, new: str, dtype: str) -> None:
     """Each wrong line must show, or the tests above prove nothing."""
     with pytest.raises((AssertionError, EmulatorError)):
-        check(Case("bugs", dtype, **DROPOUT["dropout"]), 80, (0,), text=mutated(old, new), deterministic=True)
+        check(Case("bugs", dtype, **DROPOUT["dropout-causal"]), 80, (0,), text=mutated(old, new), deterministic=True)
 
 
 def mutated(old: str, new: str) -> Callable[[Variant], str]:

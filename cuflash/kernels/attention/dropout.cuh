@@ -10,9 +10,10 @@
 #include "attention/softmax.cuh"
 #include "hw/fragment.cuh"
 
-// Of one head.
+// Of one head; nothing where nothing is dropped.
 struct DropKey { u32 low, high; };
 __device__ __forceinline__ DropKey drop_key(const Params& p, const Place& place) {
+  if (!kDrops) return {0, 0};
   const u64 seed = Dropout::seed(p), offset = Dropout::offset(p);
   const Words counter = {{u32(offset), u32(offset >> 32), u32(place.entry(p)), u32(place.head)}};
   const Words words = philox(counter, u32(seed), u32(seed >> 32));
@@ -103,20 +104,20 @@ __device__ __forceinline__ Real drop_scale(const Params& p) { return kDrops ? Dr
 
 // Forward, in place: P -> what of it is left, not yet scaled.
 template <bool kInBlocks, class Fragment>
-__device__ __forceinline__ void drop(Real (&s)[Fragment::kSize], const Fragment& f, const Params& p, const Place& place,
+__device__ __forceinline__ void drop(Real (&s)[Fragment::kSize], const Fragment& f, const DropKey& key, const Params& p,
                                      Corner corner) {
   if constexpr (kDrops)
-    Drops<kInBlocks, Fragment>::each(f, drop_key(p, place), Dropout::threshold(p), corner, [&](int i, bool is_dropped) {
+    Drops<kInBlocks, Fragment>::each(f, key, Dropout::threshold(p), corner, [&](int i, bool is_dropped) {
       if (is_dropped) s[i] = Real(0);
     });
 }
 
 // Backward, in place: P -> P, below 0 where it is dropped.
 template <bool kInBlocks, class Fragment>
-__device__ __forceinline__ void mark_dropped(Real (&s)[Fragment::kSize], const Fragment& f, const Params& p,
-                                             const Place& place, Corner corner) {
+__device__ __forceinline__ void mark_dropped(Real (&s)[Fragment::kSize], const Fragment& f, const DropKey& key,
+                                             const Params& p, Corner corner) {
   if constexpr (kDrops)
-    Drops<kInBlocks, Fragment>::each(f, drop_key(p, place), Dropout::threshold(p), corner, [&](int i, bool is_dropped) {
+    Drops<kInBlocks, Fragment>::each(f, key, Dropout::threshold(p), corner, [&](int i, bool is_dropped) {
       if (is_dropped) s[i] = -s[i];
     });
 }
