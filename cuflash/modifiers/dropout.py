@@ -64,7 +64,7 @@ class Dropout(Modifier):
     >>> import numpy as np, cuflash
     >>> q, k, v = np.zeros((1, 1, 1)), np.zeros((1, 4, 1)), np.ones((1, 4, 1))
     >>> cuflash.attention(q, k, v, modifiers=(cuflash.Dropout(0.5, seed=1, offset=0),))
-    array([[[1.5]]])
+    array([[[0.5]]])
     """
 
     name: ClassVar[str] = "dropout"
@@ -211,7 +211,7 @@ def dropout_mask(dropout: Dropout, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     --------
     >>> import cuflash
     >>> cuflash.dropout_mask(cuflash.Dropout(0.5, seed=1, offset=0), (1, 1, 4))
-    array([[[ True, False,  True,  True]]])
+    array([[[False, False,  True, False]]])
     """
     if not isinstance(dropout, Dropout):
         raise ArgumentError(f"dropout={dropout!r:.80}: must be a Dropout(p, seed, offset)")
