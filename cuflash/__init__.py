@@ -11,12 +11,12 @@ from cuflash.api import (
     explain,
 )
 from cuflash.decode import attention_decode
-from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError
+from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError, VersionError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
 from cuflash.modifiers import ALiBi, BlockMask, Documents, Dropout, KeyLengths, Sinks
 from cuflash.modifiers.dropout import dropout_mask
-from cuflash.picture import draw_attention
+from cuflash.picture import draw_attention, draw_costs, draw_recurrence, draw_tiles
 from cuflash.statistics import Statistics
 from cuflash.union import merge, merge_backward, merge_vjp
 
@@ -36,6 +36,7 @@ __all__ = [
     "Sinks",
     "Statistics",
     "UnsupportedError",
+    "VersionError",
     "__version__",
     "attention",
     "attention_backward",
@@ -47,6 +48,9 @@ __all__ = [
     "attention_vjp",
     "attention_weights",
     "draw_attention",
+    "draw_costs",
+    "draw_recurrence",
+    "draw_tiles",
     "dropout_mask",
     "explain",
     "merge",

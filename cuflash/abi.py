@@ -89,14 +89,14 @@ def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = (
         table += REGISTRY[name].fields
         if direction == "backward":
             table += tuple(("View", f"d{operand}") for operand in REGISTRY[name].differentiable)
+    if direction != "decode":
+        table += _ORDER
     if direction == "backward":
         table += _TURNS
     elif direction == "decode":
         table += _DECODE
     elif maps:
         table += _PERSISTENT
-    if direction != "decode":
-        table += _ORDER
     if statistics:
         table += _STATISTICS
     return table + tuple(("TensorMap", f"{name}_map") for name in maps)
@@ -140,10 +140,9 @@ def c_struct(direction: str, modifiers: Sequence[str], maps: tuple[str, ...] = (
         "  void* data;",
         "  i64 batch[kBatchAxes], head, row, column;",
         "};",
+        f"struct alignas({MAP_ALIGNMENT}) TensorMap {{ u64 opaque[{MAP_BYTES // 8}]; }};",
+        "struct Params {",
     ]
-    if maps:
-        lines.append(f"struct alignas({MAP_ALIGNMENT}) TensorMap {{ u64 opaque[{MAP_BYTES // 8}]; }};")
-    lines.append("struct Params {")
     for kind, name in fields(direction, tuple(modifiers), maps, statistics):
         lines.append(f"  int {name}[kBatchAxes];" if kind == "int[]" else f"  {_C_TYPES[kind]} {name};")
     return "\n".join([*lines, "};"])

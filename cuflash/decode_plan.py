@@ -5,24 +5,27 @@ Planning touches neither CuPy nor a device, as in plan.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
-from cuflash import abi
+from cuflash import abi, tensormap
 from cuflash.backends import NUMPY_REASON, Device
 from cuflash.decode_problem import DecodeCall, DecodeProblem
 from cuflash.errors import UnsupportedError
 from cuflash.place import Placed, address, placed
 from cuflash.plan import Plan, Step, chain_names, checked, common_values, vectors
 from cuflash.schedules import decode as schedule
+from cuflash.schedules.wgmma import MIN_COMPILER
 from cuflash.variant import Variant
 
 #: lowest compute capability by dtype
 MMA_CAPABILITIES = {"float16": 80, "bfloat16": 80}
+#: that have tensor maps; so has 12.0, for which the compiler keeps a box's corner in memory
+TENSOR_CAPABILITIES = (90, 100, 103)
 SIMT_CAPABILITIES = {"float16": 75, "bfloat16": 75, "float32": 75, "float64": 75}
 
 
@@ -61,11 +64,11 @@ def plan_decode(
     rows = [name for name in ("k", "v", "k_new", "v_new") if name in at]
     config = getattr(schedule, backend)(
         problem,
-        device.shared_limit,
-        device.multiprocessors,
+        device,
         aligned=all(at[name].aligned(16, 4) for name in rows),
-        paged=bool(decode.page_size),
+        page_size=decode.page_size,
         appends=bool(decode.seq_new),
+        mapped=backend == "mma" and has_maps(decode, device, at, rows),
     )
     if config.blocks_of_keys(problem) > schedule.MAX_BLOCKS_OF_KEYS:
         raise UnsupportedError(
@@ -76,6 +79,7 @@ def plan_decode(
     most = max(lanes, device.multiprocessors * config.blocks_per_sm // lanes * lanes)
     blocks = min(config.blocks(problem), most)
     variant = Variant(config.kernel, problem.dtype, chain_names(problem), config)
+    maps = tuple(map_of(name, decode, at[name], variant.config.box_rows[name]) for name in variant.maps)
     values = {
         **common_values(problem),
         "out_vectors": vectors(at["out"], 4),
@@ -83,7 +87,7 @@ def plan_decode(
         "page_size": decode.page_size,
         "pages": decode.pages,
     }
-    template, offsets = pack(decode, at, values)
+    template, offsets = pack(decode, at, values, variant.maps)
     return DecodePlan(
         problem,
         device,
@@ -92,10 +96,35 @@ def plan_decode(
         checked(Step(variant, blocks)),
         template,
         offsets,
+        maps,
         decode=decode,
         part_rows=config.part_rows(blocks),
         arrivals=blocks,
     )
+
+
+def has_maps(decode: DecodeProblem, device: Device, at: Mapping[str, Placed], rows: Sequence[str]) -> bool:
+    """Whether the kernel can have keys and values fetched by the tensor memory accelerator."""
+    if device.capability not in TENSOR_CAPABILITIES or 0 < device.compiler < MIN_COMPILER:
+        return False
+    try:
+        for name in ("k", "v"):
+            map_of(name, decode, at[name], 1)
+    except UnsupportedError:  # rows are then fetched one by one
+        return False
+    return all(at[name].aligned(16, 4) for name in rows)
+
+
+def map_of(name: str, decode: DecodeProblem, place: Placed, box_rows: int) -> tensormap.TensorMap:
+    """The map of a cache, or of a pool of pages, which takes the place of the batch; UnsupportedError where it has none."""
+    problem = decode.problem
+    width = problem.head_dim_v if name == "v" else problem.head_dim
+    if width % 8:
+        raise UnsupportedError(f"rows of {name} are {width} elements, not a multiple of 16 bytes")
+    rows, entries = (decode.page_size, decode.pages) if decode.page_size else (problem.seq_k, problem.batch_size)
+    if not (rows and entries):
+        raise UnsupportedError(f"{name} is empty, which no tensor map describes")
+    return tensormap.described(name, problem.dtype, (width, rows, problem.heads_k, entries), place, box_rows)
 
 
 def select(decode: DecodeProblem, device: Device, requested: str | None) -> tuple[str, dict[str, str]]:
@@ -133,18 +162,18 @@ def refusal_of(problem: Any, device: Device, capabilities: Mapping[str, int]) ->
 
 
 def pack(
-    decode: DecodeProblem, at: Mapping[str, Placed], values: Mapping[str, float | int]
+    decode: DecodeProblem, at: Mapping[str, Placed], values: Mapping[str, float | int], maps: tuple[str, ...]
 ) -> tuple[bytes, dict[str, int]]:
     """The argument record without addresses, and where the addresses go."""
     problem = decode.problem
     names = chain_names(problem)
-    dtype = abi.record("decode", names, problem.accumulator)
+    dtype = abi.record("decode", names, problem.accumulator, maps)
     record = np.zeros((), dtype)
     record["batch_sizes"] = [1] * (abi.BATCH_AXES - 1) + list(problem.batch)
     offsets = {}
     layout: Mapping[str, Any] = dtype.fields or {}
-    for kind, name in abi.fields("decode", names):
-        if kind in ("View", "Pointer"):
+    for kind, name in abi.fields("decode", names, maps):
+        if kind in ("View", "Pointer", "TensorMap"):
             offsets[name] = layout[name][1]
         elif name in values:
             record[name] = values[name]

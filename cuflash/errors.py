@@ -17,6 +17,10 @@ class UnsupportedError(CuflashError, NotImplementedError):
     """No backend offers the combination asked for; the message lists what each of them lacks."""
 
 
+class VersionError(CuflashError, ImportError):
+    """A library that was asked for is absent, or of a version that cuflash does not work with."""
+
+
 class CompileError(CuflashError, RuntimeError):
     """A CUDA source did not compile; `variant`, `log` and `source` hold the details."""
 

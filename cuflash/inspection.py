@@ -14,7 +14,9 @@ from cuflash.api import enter, present
 from cuflash.errors import ArgumentError
 from cuflash.modifiers import Modifier, Tile
 from cuflash.modifiers.base import device_of, module_of
-from cuflash.problem import Call
+from cuflash.problem import Call, Problem
+
+SKIPPED, TESTED, OPEN = range(3)  # what happens to a tile
 
 
 def attention_weights(
@@ -102,6 +104,19 @@ def positions_of(rows: Any, seq_q: int) -> list[int]:
 
 def weights_of(call: Call, keys: Any, row: int) -> NDArray[Any]:
     """Weights of one row, (*batch, heads_q, 1, seq_k), on the host."""
+    s, tile = scored_tile(call, keys, row)
+    weights = reference.softmax(s, reference.visible_in(tile), reference.sink_of(tile))[0]
+    return weights * reference.weight_factors(tile)
+
+
+def scores_of(call: Call, keys: Any, row: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Scores of one row, (*batch, heads_q, 1, seq_k), on the host, and which of them it sees."""
+    s, tile = scored_tile(call, keys, row)
+    return s, reference.visible_in(tile)
+
+
+def scored_tile(call: Call, keys: Any, row: int) -> tuple[NDArray[Any], Tile]:
+    """Scores of one row, (*batch, heads_q, 1, seq_k), on the host, and the tile that they are."""
     problem = call.problem
     part = slice(row, row + 1)
     q = call.q[..., part, :].astype(np.float64)
@@ -116,8 +131,7 @@ def weights_of(call: Call, keys: Any, row: int) -> NDArray[Any]:
     for modifier in problem.modifiers:
         if modifier.kind == "score":
             s = modifier.apply(s, tile)
-    weights = reference.softmax(s, reference.visible_in(tile), reference.sink_of(tile))[0]
-    return weights * reference.weight_factors(tile)
+    return s, tile
 
 
 def operands_of(call: Call, part: slice) -> dict[str, NDArray[Any]]:
@@ -132,3 +146,62 @@ def on_host(x: Any) -> NDArray[Any]:
         x = x.astype(np.float64)
     host: NDArray[Any] = x if isinstance(x, np.ndarray) else x.get()
     return host
+
+
+# ---- one head of one entry of the batch ------------------------------------------------------------------------------
+def place_of(problem: Problem, entry: Any, head: Any) -> tuple[int, ...]:
+    """Index of a head: `entry` counts those of the batch, in the order of memory."""
+    for name, value, count in (("entry", entry, problem.batch_size), ("head", head, problem.heads_q)):
+        if not (isinstance(value, (int, np.integer)) and 0 <= value < count):
+            raise ArgumentError(f"{name}={value!r:.80}: must be an integer from 0 to {count - 1}")
+    return (*map(int, np.unravel_index(entry, problem.batch)), int(head))
+
+
+def tile_states(call: Call, at: tuple[int, ...], block_q: int, block_k: int) -> NDArray[np.int8]:
+    """What a forward does with each tile of one head, (tiles of queries, tiles of keys).
+
+    The rule is that of kernels/attention/mask.cuh: intervals that move with the position bound what a tile of queries walks
+    over, and masks that know tiles leave out some of them.  In an open tile no pair is tested.
+    """
+    problem = call.problem
+    masks = [m for m in problem.modifiers if m.kind == "mask"]
+    ranges = [m for m in problem.modifiers if m.kind == "range"]
+    names = {name for m in (*masks, *ranges) for name in m.operand_attributes()}
+    operands = {name: on_host(one_head(x, at)) for name, x in call.operands.items() if name in names}
+    states = np.full((-(-problem.seq_q // block_q), -(-problem.seq_k // block_k)), SKIPPED, np.int8)
+    for i, line in enumerate(states):
+        rows = slice(i * block_q, min((i + 1) * block_q, problem.seq_q))
+        tile = Tile(problem, operands, rows, slice(0, problem.seq_k))
+        begin, end = np.zeros_like(tile.q), np.full_like(tile.q, problem.seq_k)
+        for modifier in ranges:
+            begin, end = modifier.narrow(begin, end, tile.q, tile)
+        begin, end = np.broadcast_arrays(np.maximum(begin, 0), np.minimum(end, problem.seq_k))
+        some = begin < end
+        if not some.any():
+            continue
+        whole_rows = rows.stop - rows.start == block_q
+        for j in range(begin[some].min() // block_k, -(-end[some].max() // block_k)):
+            tile = Tile(problem, operands, rows, slice(j * block_k, min((j + 1) * block_k, problem.seq_k)))
+            if any(m.tile_is_hidden(tile) for m in masks if m.knows_tiles()):
+                continue
+            inside = whole_rows and begin.max() <= j * block_k and (j + 1) * block_k <= end.min()
+            line[j] = OPEN if inside and all(m.tile_is_clear(tile) for m in masks) else TESTED
+    return states
+
+
+def one_head(x: Any, at: tuple[int, ...]) -> Any:
+    """A head's part of an operand, its axes kept; those of length 1 are broadcast."""
+    return x[tuple(slice(None) if n == 1 else slice(i, i + 1) for n, i in zip(x.shape, at, strict=False))]
+
+
+def recurrence_of(s: NDArray[Any], seen: NDArray[np.bool_], block: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The running maximum of a row behind each block of its keys, and the factor by which its sums change their base there.
+
+    Where nothing was seen before, the sums are 0, and the factor is NaN.
+    """
+    s = np.where(seen, s, -np.inf)
+    ends = range(block, len(s) + block, block)
+    m = np.array([s[:end].max(initial=-np.inf) for end in ends])
+    before = np.concatenate([[-np.inf], m[:-1]])
+    with np.errstate(all="ignore"):
+        return m, np.where(np.isneginf(before), np.nan, np.exp(before - m))

@@ -118,7 +118,9 @@ def tile_counter(device: int) -> int:
     if counters is None:
         if is_captured:
             return 0  # no memory is taken during a capture
-        counters = TileCounters(cupy.zeros((COUNTERS, 2), cupy.uint32), iter(range(COUNTERS)), {})
+        with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):  # they outlive what serves one call
+            memory = cupy.zeros((COUNTERS, 2), cupy.uint32)
+        counters = TileCounters(memory, iter(range(COUNTERS)), {})
         stream.synchronize()  # once: other streams find zeros
         counters = _tile_counters.setdefault(device, counters)
     owner = (stream.ptr, threading.get_ident() if per_thread else 0)
@@ -140,14 +142,16 @@ def forward(
     requested: str | None = None,
     statistics: Mapping[str, Any] | None = None,
     batch_invariant: bool = False,
+    lse: Any = None,
 ) -> tuple[Any, Any]:
-    """Output and lse (None unless asked for), with the axes (*batch, heads, seq, ...), written into `out` if given.
+    """Output and lse (None unless asked for), with the axes (*batch, heads, seq, ...), written into `out` and `lse` if given.
 
-    `statistics` are contiguous arrays to write, by name; sums of columns need lse.
+    `lse` is contiguous; so are `statistics`, arrays to write by name, of which sums of columns need lse.
     """
     problem = call.problem
     with cupy.cuda.Device(call.q.data.device_id):
-        lse = cupy.empty(problem.lse_shape, problem.accumulator) if with_lse else None
+        if with_lse and lse is None:
+            lse = cupy.empty(problem.lse_shape, problem.accumulator)
         to = empty(problem.out_shape, problem, call.q.dtype) if out is None else out
         arrays = forward_arrays(call, to, lse, **(statistics or {}))
         if batch_invariant:
@@ -170,16 +174,18 @@ def backward(
     deterministic: bool | None = None,
     requested: str | None = None,
     batch_invariant: bool = False,
+    to: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Gradients with the axes (*batch, heads, seq, dim)."""
+    """Gradients with the axes (*batch, heads, seq, dim), written into the arrays of `to` by name if given."""
     problem = call.problem
+    given = to or {}
     with cupy.cuda.Device(call.q.data.device_id):
         gradients = {
-            f"d{name}": empty(x.shape, problem, x.dtype)
+            f"d{name}": given[f"d{name}"] if f"d{name}" in given else empty(x.shape, problem, x.dtype)
             for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)
         }
         operands = gradient_terms(problem, call.operands)
-        sums = {f"d{name}": cupy.zeros(shape, problem.accumulator) for name, shape in operands.items()}
+        sums = {f"d{name}": zeros(shape, problem, given.get(f"d{name}")) for name, shape in operands.items()}
         arrays = backward_arrays(call, out=out, lse=lse, dout=dout, dlse=dlse, **gradients, **sums)
         if batch_invariant:
             arrays = compacted(problem, arrays)
@@ -193,7 +199,19 @@ def backward(
             sum_to(arrays[f"d{name}"], call.operands[name].shape).astype(call.operands[name].dtype, copy=False)
             for name in operands
         ]
-    return gradients_type(tuple(operands))(*(arrays[name] for name in gradients), *summed)
+        found = gradients_type(tuple(operands))(*(arrays[name] for name in gradients), *summed)
+        for name, target in given.items():
+            if getattr(found, name) is not target:
+                target[...] = getattr(found, name)
+    return found._replace(**given)
+
+
+def zeros(shape: tuple[int, ...], problem: Problem, to: Any = None) -> Any:
+    """Array for sums, all 0; `to` itself where it can hold them."""
+    if to is None or to.dtype != problem.accumulator or to.shape != shape:
+        return cupy.zeros(shape, problem.accumulator)
+    to.fill(0)
+    return to
 
 
 def empty(shape: tuple[int, ...], problem: Problem, dtype: Any) -> Any:

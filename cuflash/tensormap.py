@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cuflash.abi import MAP_ALIGNMENT, MAP_BYTES
 from cuflash.errors import UnsupportedError
@@ -49,18 +49,24 @@ def describe(name: str, problem: Problem, place: Placed, box_rows: int) -> Tenso
     batch_sizes, batch_strides = merged_batch(problem.batch, {name: place.strides[:axes]})
     if any(size > 1 for size in batch_sizes[:-1]):
         raise UnsupportedError(f"the batch axes {problem.batch} of {name} cannot be merged into one")
-    if not place.aligned(16, axes + 3):
+    head_stride, row_stride, step = place.strides[axes : axes + 3]
+    merged = replace(place, strides=(batch_strides[name][-1], head_stride, row_stride, step))
+    return described(name, problem.dtype, (width, rows, heads, batch_sizes[-1]), merged, box_rows)
+
+
+def described(name: str, dtype: str, sizes: tuple[int, int, int, int], place: Placed, box_rows: int) -> TensorMap:
+    """The map of an array of these columns, rows, heads and batch entries; UnsupportedError where it has none."""
+    if not place.aligned(16, 4):
         raise UnsupportedError(f"rows of {name} are not contiguous, or do not start at multiples of 16 bytes")
-    head_stride, row_stride = place.strides[axes : axes + 2]
-    sizes = (width, rows, heads, batch_sizes[-1])
-    strides = (row_stride, head_stride, batch_strides[name][-1])
+    batch_stride, head_stride, row_stride, _ = place.strides
+    strides = (row_stride, head_stride, batch_stride)
     for axis, size, stride in zip(("seq", "heads", "batch"), sizes[1:], strides, strict=True):
         if size > 1 and not 0 < stride < MAX_STRIDE:
             raise UnsupportedError(
                 f"{name} has a stride of {stride} bytes along its {axis} axis; TMA takes positive ones below 2^40"
             )
     used = tuple(s if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
-    return TensorMap(name, ELEMENTS[problem.dtype], sizes, (used[0], used[1], used[2]), box_rows)
+    return TensorMap(name, ELEMENTS[dtype], sizes, (used[0], used[1], used[2]), box_rows)
 
 
 def encode(tensor_map: TensorMap, address: int) -> bytes:

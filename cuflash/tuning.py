@@ -149,8 +149,9 @@ FORWARD_WGMMA = (
 )
 
 DECODE_MMA = (
-    # H200, 2026-11-30, bf16, d 128, GB/s at batch 1, heads 32/8, 32768 keys and at 64, 32/8, 4096: 2971 and 4143
-    # (32 x 4 x 3: 2788 and 4086, 32 x 4 x 2: 2898 and 4130, 16 x 6 x 3: 2873 and 4116, 16 x 4 x 5: 2739 and 4039)
+    # H200, 2026-11-30, bf16, d 128, GB/s at batch 1, heads 32/8, 32768 keys and at 64, 32/8, 4096: by boxes 3263 and 4454
+    # (32 x 8 x 1: 3277 and 4454, 32 x 4 x 2: 3205 and 4444, 16 x 10 x 2: 3212 and 4438, 32 x 4 x 3: 3107 and 4386,
+    # 16 x 4 x 6: 2893 and 4316), row by row 2896 and 4139 (32 x 4 x 3: 2788 and 4086, 16 x 6 x 3: 2873 and 4116)
     DecodeTile(16, 8, 2),
     DecodeTile(32, 4, 4),
     DecodeTile(32, 4, 3),

@@ -4,8 +4,9 @@
     python scripts/bench.py --suite foundation --cpu --out scripts/results/cpu-foundation.json
     python scripts/bench.py --suite hopper --peers all --out scripts/results/h200-hopper.json
     python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
-    python scripts/bench.py --suite packed --peers torch --out scripts/results/h200-packed.json
-    python scripts/bench.py --suite decode --peers torch --out scripts/results/h200-decode.json
+    python scripts/bench.py --suite packed --peers all --out scripts/results/h200-packed.json
+    python scripts/bench.py --suite decode --peers all --out scripts/results/h200-decode.json
+    python scripts/bench.py --suite jax --out scripts/results/h200-jax.json
 
 Times on the GPU are sustained ones: batches of calls back to back, by the host's clock from one idle device to the
 next.  Every system gets the same data, and what cuflash computes is compared with a peer once per shape: a kernel that
@@ -40,7 +41,7 @@ from cuflash.cli import bench, text
 from cuflash.cli.machine import stamp, this_machine
 from cuflash.cli.measure import Clock
 from cuflash.cli.shape import Shape
-from scripts import bench_decode
+from scripts import bench_decode, bench_jax
 
 Array = Any
 Call = Callable[[], Any]
@@ -133,11 +134,14 @@ def main() -> int:
             import torch
 
             result["versions"] |= {"torch": torch.__version__, "cudnn": str(torch.backends.cudnn.version())}
+    if arguments.suite == "jax":
+        with contextlib.suppress(ImportError):
+            result["versions"] |= bench_jax.versions()
     result["seconds"] = round(time.perf_counter() - started, 1)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"\n{arguments.out}: {len(session.rows)} rows in {result['seconds']} s\n")
-    print(summary(session.rows))
+    print("\n".join(filter(None, (bench_jax.summary(session.rows), summary(session.rows)))))
     return 0
 
 
@@ -699,6 +703,24 @@ def packed_peer(
     return {"forward": forward, "backward": backward}, {"forward": (out,), "backward": tuple(backward()[:3])}
 
 
+def packed_rival(
+    name: str, arrays: tuple[Array, ...], lengths: list[int], offsets: Array, causal: bool
+) -> dict[str, Call]:
+    """FlashAttention-3's or -4's calls by direction, as far as it has them; its output is compared."""
+    import cupy
+    import torch
+
+    from scripts import peers
+
+    tensors = tuple(torch.from_dlpack(x)[0].transpose(0, 1).contiguous() for x in arrays)
+    forward, backward = getattr(peers, f"{name}_packed")(tensors, torch.from_dlpack(offsets), max(lengths), causal)
+    own = cuflash.attention_varlen(*(cupy.from_dlpack(x) for x in tensors[:3]), offsets, offsets, causal=causal)
+    error = largest_difference((own,), (forward(),))
+    if not error <= LARGEST_DIFFERENCE["bfloat16"]:
+        raise ArithmeticError(f"{name} differs by {error:.3g}")
+    return {"forward": forward, **({"backward": backward} if backward else {})}
+
+
 def packed(session: Session) -> None:
     """Packed sequences: equal ones beside the same batch, skewed ones, many short ones, and PyTorch's kernels."""
     import cupy
@@ -724,6 +746,10 @@ def packed(session: Session) -> None:
                         if not error <= LARGEST_DIFFERENCE["bfloat16"]:
                             raise ArithmeticError(f"{direction}: cuflash differs by {error:.3g}")
                         calls[direction]["fa2"] = call
+            for name in ("fa3", "fa4") if session.all_peers else ():
+                with session.part("packed", name, **common):
+                    for direction, call in packed_rival(name, arrays, lengths, offsets, causal).items():
+                        calls[direction][name] = call
             pairs = [Shape(1, heads, heads, n, n, head_dim, head_dim) for n in lengths]
             for direction, systems in calls.items():
                 operations = sum(each.operations(direction, causal) for each in pairs)
@@ -754,6 +780,7 @@ SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[S
     "sparse": ((sparse,), (sparse_processor,)),
     "packed": ((packed,), (packed_processor,)),
     "decode": (bench_decode.SUITE, ()),
+    "jax": (bench_jax.SUITE, bench_jax.PROCESSOR),
 }
 
 

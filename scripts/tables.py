@@ -42,6 +42,7 @@ SYSTEMS = {
     "torch-math": "plain, float64",
     "torch": "PyTorch",
     "plain": "plain NumPy",
+    "xla": "XLA",
 }
 
 
@@ -87,7 +88,7 @@ def table(path: Path, topic: str) -> str:
 def source(path: Path, result: dict[str, Any], on_gpu: bool) -> str:
     """Where, when and how the figures were measured."""
     device = f"{result['gpu']}, driver {result['driver']}" if on_gpu else result["processor"]
-    names = ("cuflash", "numpy", *(("cupy", "nvrtc", "torch", "cudnn") if on_gpu else ()))
+    names = ("cuflash", "numpy", *(("cupy", "nvrtc", "torch", "jax", "cudnn") if on_gpu else ()), "onnx")
     versions = ", ".join(f"{n} {result['versions'][n]}" for n in names if n in result["versions"])
     return f"<sub>{device}; {versions}; {result['date']}; `scripts/results/{path.name}`, by `{result['command']}`</sub>"
 
@@ -334,7 +335,8 @@ def packed(rows: list[Row]) -> str:
         cells = [text.milliseconds(by_system[s]["ms"]) if s in by_system else "-" for s in systems]
         shape = f"{row['seq_q']} x {row['heads_q']} x {head_dim}, {row['dtype']}"
         lines.append((shape, "causal" if causal else "full", lengths, direction, *cells))
-    names = {"cuflash": "cuflash, packed", "cuflash batch": "cuflash, as a batch", "fa2": "FlashAttention-2, packed"}
+    names = {"cuflash": "cuflash, packed", "cuflash batch": "cuflash, as a batch"}
+    names |= {f"fa{n}": f"FlashAttention-{n}, packed" for n in (2, 3, 4)}
     header = ("rows x heads x head_dim", "mask", "lengths", "direction", *(names.get(s, s) for s in systems))
     return markdown(header, lines, left=4)
 
@@ -358,6 +360,27 @@ def decode(rows: list[Row]) -> str:
     return markdown((*header, *(f"{n}, single calls" for n in names)), lines, left=2)
 
 
+def onnx(rows: list[Row]) -> str:
+    """How many of ONNX's node tests each backend passes, by opset, and what becomes of the others."""
+    opsets = sorted({row["opset"] for row in rows})
+    lines = []
+    for backend in dict.fromkeys(row["backend"] for row in rows):
+        own = [row for row in rows if row["backend"] == backend]
+        cells = []
+        for part in (*([row for row in own if row["opset"] == opset] for opset in opsets), own):
+            cells.append(f"{sum(row['verdict'] == 'passed' for row in part)} of {len(part)}")
+        cells += [f"{sum(row['verdict'] == verdict for row in own)}" for verdict in ("nearer", "refused", "failed")]
+        lines.append(("as chosen" if backend == "chosen" else f"`{backend}`", *cells))
+    header = ("node tests of Attention", *(f"opset {opset}" for opset in opsets), "all", "nearer", "refused", "failed")
+    return markdown(header, lines, left=1)
+
+
+def masked_rows(rows: list[Row]) -> str:
+    """What systems make of a row that sees no key."""
+    lines = [(name(row), f"{row['out']:.2g}", f"{row['dq']:.2g}", "yes" if row["finite"] else "no") for row in rows]
+    return markdown(("a row that sees no key", "output", "gradient of the query", "all finite"), lines, left=1)
+
+
 TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "decode": decode,
     "speed": speed,
@@ -371,6 +394,11 @@ TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "sparse processor": sparse,
     "packed": packed,
     "packed processor": packed,
+    "onnx": onnx,
+    "onnx processor": onnx,
+    "jax": speed,
+    "jax processor": speed,
+    "jax masked rows": masked_rows,
 }
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
 import pytest
 
 pytest.register_assert_rewrite("tests.tolerance")
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX leaves a GPU's memory to the other libraries
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

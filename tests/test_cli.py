@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import cli, problem, reference
+from cuflash import cli, inspection, picture, problem, reference
 from cuflash.cli import bench, machine, measure, plain, selfcheck, text
 from cuflash.cli.shape import Shape, parse
 
@@ -212,6 +212,55 @@ def test_explain_measures_what_it_explains(capsys):
     code, _, err = run(capsys, "explain", "1,2,1,40,50,16", "--capability", "90", "--measure")
     assert code == 2
     assert "only described" in err
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("capability", [[], ["--capability", "80"]], ids=["here", "described"])
+def test_explain_draws_what_it_explains(monkeypatch, capsys, tmp_path, capability):
+    pytest.importorskip("matplotlib", reason="matplotlib is an optional extra")
+    painted = {}
+    for name in ("attention", "tiles", "recurrence", "costs"):
+        paint = getattr(picture, f"paint_{name}")
+        monkeypatch.setattr(
+            picture,
+            f"paint_{name}",
+            lambda *given, name=name, paint=paint: (painted.update({name: given}), paint(*given)),
+        )
+    file = tmp_path / "explained.png"
+    words = ["1,2,1,100,130,16", "--causal", "--window", "40", "none", "--dtype", "float16", *capability]
+    code, out, err = run(capsys, "explain", *words, "--picture", str(file))
+    assert code == 0, err
+    assert err.splitlines()[-1] == f"drawn into {file}"
+    assert file.read_bytes().startswith(b"\x89PNG")
+    q, k, v, _ = Shape(1, 1, 1, 100, 130, 16, 16).arrays("float16")
+    options = {"causal": True, "window": (40, None)}
+    _, states, block_q, block_k = painted["tiles"]
+    call = problem.describe(q, k, v, **options)
+    np.testing.assert_array_equal(states, inspection.tile_states(call, (0, 0), block_q, block_k))
+    if capability:
+        assert f"{block_q} x {block_k}" in next(line for line in out.splitlines() if "cuflash_forward" in line)
+    _, weights, _, rows, _ = painted["attention"]
+    np.testing.assert_array_equal(weights, cuflash.attention_weights(q, k, rows, **options)[0])
+    assert rows[0] == 0
+    assert rows[-1] == 99
+    _, _, seen, block = painted["recurrence"]
+    assert block == block_k
+    assert (np.flatnonzero(seen) == np.arange(99 + 30 - 40, 130)).all()
+    assert {(row["system"], row["seq_k"]) for row in painted["costs"][1]} == {
+        (system, n) for system in ("cuflash", "plain") for n in (16, 32, 64, 128)
+    }
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_explain_says_what_it_cannot_draw(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is an optional extra")
+    code, _, err = run(capsys, "explain", "1,1,1,8,8,4", "--picture", str(tmp_path / "x.nonsense"))
+    assert code == 2
+    assert "x.nonsense: Format 'nonsense' is not supported" in err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, out, err = run(capsys, "explain", "1,1,1,8,8,4", "--picture", "x.png")
+    assert (code, out) == (2, "")
+    assert "--picture needs matplotlib: pip install 'cuflash[plot]'" in err
 
 
 @pytest.mark.parametrize(("capability", "dtype", "backend"), [(75, "float16", "mma"), (90, "float32", "simt")])

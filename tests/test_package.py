@@ -78,6 +78,7 @@ def test_the_wheel_asks_for_what_the_package_needs(wheel):
         "Requires-Dist: cuda-toolkit[cudart,nvrtc]<13,>=12.9; extra == 'cuda12'",
         "Requires-Dist: cupy-cuda13x>=14.0; extra == 'cuda13'",
         "Requires-Dist: cuda-toolkit[cudart,nvrtc]==13.*; extra == 'cuda13'",
+        "Requires-Dist: jax<0.12,>=0.6.2; extra == 'jax'",
     }
     assert wanted <= set(metadata.splitlines())
     always = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra" not in line]
@@ -354,6 +355,34 @@ def test_bench_measures_packed_sequences(tmp_path, monkeypatch):
     assert {(row["system"], row["lengths"]) for row in rows} >= {("cuflash", "skewed"), ("cuflash batch", "8 equal")}
     lines = tables.table(out, "packed processor").splitlines()
     assert sum("| skewed | forward |" in line for line in lines) == 1
+
+
+def test_pictures_are_drawn_from_what_is_measured(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib is an optional extra")
+    results = tmp_path / "lengths.json"
+    words = ["--measure", "--lengths", "16", "32", "--results", str(results), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["pictures.py", *words])
+    assert load_script("pictures").main() == 0
+    rows = json.loads(results.read_text())["rows"]
+    assert {(row["system"], row["seq_q"]) for row in rows} == {(s, n) for s in ("cuflash", "plain") for n in (16, 32)}
+    drawn = {path.name for path in tmp_path.glob("*.png") if path.read_bytes().startswith(b"\x89PNG")}
+    shown = re.findall(r"!\[[^]]+\]\(docs/([^)]+)\)", README)
+    assert set(shown) == drawn == {path.name for path in (ROOT / "docs").iterdir()}
+    assert all((ROOT / "docs" / name).stat().st_size < 60_000 for name in shown), "the repository is to stay small"
+
+
+def test_bench_measures_jax(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "cpu-jax.json"
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--suite", "jax", "--cpu", "--quick", "--out", str(out)])
+    assert bench.main() == 0
+    result = json.loads(out.read_text())
+    assert not [row for row in result["rows"] if row.get("failure")]
+    assert "jax" in result["versions"]
+    (ours,) = [row for row in result["rows"] if row["topic"] == "jax masked rows" and row["system"] == "cuflash"]
+    assert (ours["out"], ours["dq"], ours["finite"]) == (0, 0, True)
+    assert "| causal | backward |" in tables.table(out, "jax processor")
+    assert "| XLA |" in tables.table(out, "jax masked rows")
+    assert re.search(r"^row that sees no key, cuflash: out 0, dq 0", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_bench_keeps_going_after_a_failure(capsys):

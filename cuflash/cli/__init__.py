@@ -100,6 +100,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="time the forward, too, and compare it with what the device allows at best",
     )
+    explain.add_argument(
+        "--picture",
+        metavar="FILE.png",
+        help="draw its tiles, costs against the length, the recurrence along a row and weights (needs matplotlib)",
+    )
 
     weights = made["weights"]
     weights.add_argument(

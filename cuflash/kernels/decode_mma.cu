@@ -7,9 +7,9 @@
 // Invariant: a block of keys is read once for all heads of a group, which are rows of one tile.
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 1; the list is that of Stream-K (arXiv:2301.03598).
 #include "variant.cuh"  // generated: Config, Params, modifiers
-#include "hw/copy_rows.cuh"
 #include "hw/gemm_mma.cuh"
 #include "attention/softmax.cuh"
+#include "decode_rings.cuh"
 #include "decode_slices.cuh"
 
 constexpr int kKeyBlocks = Config::kBlockK / 8;
@@ -54,15 +54,8 @@ typedef Shape<Config::kRows> Tiles;
 typedef Tiles::ScoreFragment ScoreFragment;
 typedef Tiles::OutFragment OutFragment;
 
-constexpr int kGroupK = group_rows<Config::kHeadDim, Element>(), kGroupV = group_rows<Config::kHeadDimV, Element>();
-constexpr int kGroup = kGroupK > kGroupV ? kGroupK : kGroupV;
-
-struct WarpStorage {
-  SharedTile<Config::kBlockK, Config::kHeadDim, Element> k[Config::kStages];
-  SharedTile<Config::kBlockK, Config::kHeadDimV, Element> v[Config::kStages];
-};
 struct SharedStorage {
-  WarpStorage warp[Config::kWarps];
+  Rings<Config::kTensor> rings;
   SharedTile<16, Config::kHeadDim, Element> q;
   MergeStorage merge;
 };
@@ -80,38 +73,27 @@ struct Source {
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     CUFLASH_ENTRY(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
-  WarpStorage& mine = shared.warp[warp];
+  const int warp = int(threadIdx.x) / 32;
+  auto& rings = shared.rings;
 
+  rings.announce(p);
   const Share share(p, shared.merge.start);
   if (share.begin == share.end) return append_share(p);
   const u32 end = share.end;
   u32 at = share.begin;  // where the next unit begins, or the rest of one
 
-  const StreamPolicy policy = createpolicy_evict_first();
+  rings.open();
   Start ahead = shared.merge.start;
   u32 next = at + warp;  // block of keys that is copied next
   Source source(p, ahead, min(next, end - 1));
   const auto load = [&](int stage) {
     if (next < end) {
       if (next >= source.unit.end) source = Source(p, ahead, next);
-      const Unit& unit = source.unit;
-      const int key = unit.key(next);
-      KeyRow row{nullptr, nullptr, false};
-      if (lane < Config::kBlockK)
-        row = key_row<Config::kPaged, Config::kAppends>(p, source.sequence, unit.head_k, unit.seen, key + lane);
-      if (Config::kAligned &&
-          is_in_groups<Config::kPaged, Config::kBlockK, kGroup>(p, source.sequence, unit.seen, key)) {
-        copy_groups(mine.k[stage], row.k, p.k.row, p.head_dim, policy);
-        copy_groups(mine.v[stage], row.v, p.v.row, p.head_dim_v, policy);
-      } else {
-        copy_rows<Config::kAligned>(mine.k[stage], row.k, p.head_dim, row.column_k(p), policy);
-        copy_rows<Config::kAligned>(mine.v[stage], row.v, p.head_dim_v, row.column_v(p), policy);
-      }
+      rings.load(p, stage, source.sequence, source.unit, source.unit.key(next));
     }
-    cp_async_commit_group();
+    rings.close_stage();
     next += Config::kWarps;
   };
 #pragma unroll 1
@@ -121,6 +103,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   Start here = shared.merge.start;
   u32 current = at + warp;  // block of keys that is worked on next
   int stage = 0;
+  u32 phase = 0;
   const auto load_q = [&] {
     if (at >= end) return;
     const Walk walk = moved_to(here, p, at);
@@ -142,13 +125,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     clear(o);
 #pragma unroll 1
     for (; current < at; current += Config::kWarps) {
-      cp_async_wait_group<Config::kStages - 1>();
-      __syncwarp();  // the block has arrived
+      const int key = unit.key(current);
+      rings.await(p, stage, phase, walk.sequence, unit, key);
       float product[ProductFragment::kSize], s[ScoreFragment::kSize];
       clear(product);
-      gemm_rows_rows<Config::kHeadDim, ProductFragment, Element>(product, shared.q, 0, mine.k[stage], 0);
+      gemm_rows_rows<Config::kHeadDim, ProductFragment, Element>(product, shared.q, 0, rings.k[warp][stage], 0);
       Tiles::take(s, product);
-      const int key = unit.key(current);
       packed_scores(s, s_at, rows, p, walk.sequence.place, key, holds(seen_by_all, {key, key + Config::kBlockK}));
       float alpha[ScoreFragment::kSlots];
       bool subtracted = false;
@@ -159,10 +141,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
         for (int i = 0; i < OutFragment::kSize; ++i) o[i] *= factor[OutFragment::slot(i)];
       }
       softmax.exponentiate(s, subtracted, p);
-      Tiles::multiply(o, s, mine.v[stage]);
+      Tiles::multiply(o, s, rings.v[warp][stage]);
       __syncwarp();  // the block is no longer read
       load(stage);
-      stage = stage + 1 == Config::kStages ? 0 : stage + 1;
+      if (++stage == Config::kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
     }
     finish_part(shared.merge, p, share, walk.sequence.entry(), unit, softmax, s_at, o, o_at, load_q);
   }

@@ -21,13 +21,14 @@ __device__ __forceinline__ u32 units_of(const Params& p) {
 }
 __device__ __forceinline__ u32 lane_of_heads() { return blockIdx.x % Config::kHeadLanes; }
 
-// The list cut into slices whose lengths differ by one at most, none of them empty unless the list is; where there is enough
-// for it, a slice has a block of keys for each warp.
+// The list cut into slices whose lengths differ by one at most, none of them empty unless the list is.  Warps take blocks of
+// keys in rounds: of all counts of slices that need as few rounds, the smallest, which leaves the fewest parts.
 struct Slices {
   u32 count, length, longer;
 
   __device__ __forceinline__ explicit Slices(u32 total) {
-    count = max(1u, min(total / Config::kWarps, gridDim.x / Config::kHeadLanes));
+    const u32 round = gridDim.x / Config::kHeadLanes * Config::kWarps, rounds = max(1u, (total + round - 1) / round);
+    count = max(1u, (total + rounds * Config::kWarps - 1) / (rounds * Config::kWarps));
     length = total / count;
     longer = total % count;
   }

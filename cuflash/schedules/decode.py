@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cuflash import tuning
 from cuflash.errors import UnsupportedError
 from cuflash.problem import Problem
 from cuflash.schedules.base import padded, tiles
 from cuflash.schedules.mma import STEP, tile_bytes
+from cuflash.schedules.wgmma import PANEL_ALIGNMENT, panel_bytes
+
+if TYPE_CHECKING:
+    from cuflash.backends import Device
 
 MAX_HEAD_DIM = 256
 MAX_HEAD_LANES = 4  # heads whose keys are read side by side
 MAX_BLOCKS_OF_KEYS = (1 << 31) - 1  # that the kernels' list of work counts
 LANES = 32
+BARRIER_BYTES = 8  # of a stage
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,21 @@ class DecodeMma(Decode):
 
     kernel = "decode_mma"
 
+    tensor: bool = False  # blocks of keys come as boxes of a tensor map
+
+    @property
+    def box_rows(self) -> Mapping[str, int]:
+        """Rows of a copy, by array."""
+        return {"k": self.block_k, "v": self.block_k} if self.tensor else {}
+
     def shared_bytes(self, itemsize: int) -> int:
         """Dynamic shared memory of a block: each warp's ring of keys and values, the queries, and results."""
-        stage = tile_bytes(self.block_k, self.head_dim, itemsize) + tile_bytes(self.block_k, self.head_dim_v, itemsize)
-        return self.warps * self.stages * stage + tile_bytes(STEP, self.head_dim, itemsize) + self.merge_bytes(4)
+        rest = tile_bytes(STEP, self.head_dim, itemsize) + self.merge_bytes(4)
+        widths, stages = (self.head_dim, self.head_dim_v), self.warps * self.stages
+        if self.tensor:
+            panels = sum(panel_bytes(self.block_k, width) for width in widths)
+            return padded(padded(stages * (panels + BARRIER_BYTES), PANEL_ALIGNMENT) + rest, PANEL_ALIGNMENT)
+        return stages * sum(tile_bytes(self.block_k, width, itemsize) for width in widths) + rest
 
 
 @dataclass(frozen=True)
@@ -97,12 +115,11 @@ def head_lanes(problem: Problem, multiprocessors: int) -> int:
     return 1
 
 
-def mma(
-    problem: Problem, shared_limit: int, multiprocessors: int, *, aligned: bool, paged: bool, appends: bool
-) -> DecodeMma:
+def mma(problem: Problem, device: Device, *, aligned: bool, page_size: int, appends: bool, mapped: bool) -> DecodeMma:
     """The first ring of the table that fits; tiles of 8 rows where these hold all queries of a group.
 
-    So are those of values wider than 192: an output of 16 such rows leaves a warp no registers.
+    So are those of values wider than 192: an output of 16 such rows leaves a warp no registers.  Caches that tensor maps
+    describe (`mapped`) come as boxes where each block of keys lies in one page.
     """
     has_narrow_tiles = problem.seq_q * problem.group <= 8 or problem.head_dim_v > 192
     for tile in tuning.DECODE_MMA:
@@ -113,23 +130,22 @@ def mma(
             block_k=tile.block_k,
             warps=tile.warps,
             stages=tile.stages,
-            head_lanes=head_lanes(problem, multiprocessors),
+            head_lanes=head_lanes(problem, device.multiprocessors),
             blocks_per_sm=1,
-            paged=paged,
+            paged=bool(page_size),
             appends=appends,
             aligned=aligned,
+            tensor=mapped and page_size % tile.block_k == 0,
         )
-        if config.shared_bytes(2) <= shared_limit:
+        if config.shared_bytes(2) <= device.shared_limit:
             return config
     raise UnsupportedError(
         f"head_dim {problem.head_dim} with head_dim_v {problem.head_dim_v}: no tile of the decode kernel fits the "
-        f"{shared_limit} bytes of shared memory of a block; backend='simt' takes it"
+        f"{device.shared_limit} bytes of shared memory of a block; backend='simt' takes it"
     )
 
 
-def simt(
-    problem: Problem, shared_limit: int, multiprocessors: int, *, aligned: bool, paged: bool, appends: bool
-) -> DecodeSimt:
+def simt(problem: Problem, device: Device, *, aligned: bool, page_size: int, appends: bool, mapped: bool) -> DecodeSimt:
     """Up to 8 rows, 4 for float64 and wide outputs, no more than the queries of a group are."""
     head_dim_v = padded(problem.head_dim_v, LANES)
     most = 8
@@ -145,9 +161,9 @@ def simt(
         block_k=LANES,
         warps=4,
         stages=1,
-        head_lanes=head_lanes(problem, multiprocessors),
+        head_lanes=head_lanes(problem, device.multiprocessors),
         blocks_per_sm=2,
-        paged=paged,
+        paged=bool(page_size),
         appends=appends,
         aligned=aligned,
     )

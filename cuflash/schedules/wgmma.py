@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cuflash.backends import Device
 
 STEP = 16  # depth of one wgmma
+PANEL_ALIGNMENT = 1024  # bytes, of what swizzled copies fill
 GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
 SMALLEST_QUERIES = 128  # tiles of more are for as many queries at least
@@ -89,7 +90,7 @@ class ForwardWgmma:
         channels = (
             channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + 2 * self.query_stages * TILE_BYTES
         )
-        return padded(queries + keys + out + channels, 1024)
+        return padded(queries + keys + out + channels, PANEL_ALIGNMENT)
 
     def blocks(self, problem: Problem) -> int:
         """Tiles of queries."""
@@ -146,7 +147,9 @@ class BackwardWgmma:
         statistics = 2 * 4 * self.block_q
         gradients = 2 * panel_bytes(self.block_k, self.block_q)
         channels = WORK_BYTES + 4 + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
-        return padded(keys + self.stages * (queries + statistics) + gradients + self.exchanged_bytes + channels, 1024)
+        return padded(
+            keys + self.stages * (queries + statistics) + gradients + self.exchanged_bytes + channels, PANEL_ALIGNMENT
+        )
 
     def blocks(self, problem: Problem) -> int:
         return tiles(problem.seq_k, self.block_k) * problem.heads_k * problem.batch_size

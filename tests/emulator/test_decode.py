@@ -228,8 +228,9 @@ def test_strides_of_results(target, strides):
 
 
 # ---- the test of the tests ---------------------------------------------------------------------------------------------
-SLICES, CACHE, PACKED, PARTIALS = (
+SLICES, RINGS, CACHE, PACKED, PARTIALS = (
     "decode_slices.cuh",
+    "decode_rings.cuh",
     "attention/cache.cuh",
     "attention/packed.cuh",
     "attention/partials.cuh",
@@ -242,7 +243,15 @@ SABOTAGES = (
     ("outputs are added before they are there", SLICES, "  between();\n  __syncthreads();", "  between();"),
     ("parts do not change base", PARTIALS, "o[c] *= before;", ""),
     ("parts count alike", PARTIALS, "const Real weight = weight_in(base, part[i].m, p);", "const Real weight = 1;"),
-    ("copies are not waited for", "decode_mma.cu", "cp_async_wait_group<Config::kStages - 1>();", ""),
+    ("copies are not waited for", RINGS, "cp_async_wait_group<Config::kStages - 1>();", ""),
+    ("boxes are not waited for", RINGS, "mbarrier_wait(barrier(stage), phase);", ""),
+    ("rows that a box brings too many stay", RINGS, "ballot_sync(0xffffffffu, !stays)", "ballot_sync(0u, false)"),
+    (
+        "boxes are those of the first page",
+        RINGS,
+        "at.batch = page_of(p, sequence, key / p.page_size);",
+        "at.batch = page_of(p, sequence, 0);",
+    ),
     ("new keys beyond the capacity are written", CACHE, "if (position >= p.seq_k) continue;", ""),
     (
         "new keys are read where they are being written",
@@ -280,11 +289,12 @@ def test_bugs_are_noticed(monkeypatch, _name, path, old, new):
         named("alibi", values=3.0),
         named("append-in-pages", lengths=(60, 35)),
         named("append", lengths=(60, 35, 14)),
+        named("causal", page_size=16, **LONG),
     ]
 
     def run():
-        for case in cases:
-            check(case, device_of(80), text=text, launches=2)
+        for case, arch in product(cases, (80, 90) if path == RINGS else (80,)):
+            check(case, device_of(arch), text=text, launches=2)
         read_a_page_far_outside(text)
 
     with pytest.raises((AssertionError, EmulatorError)):

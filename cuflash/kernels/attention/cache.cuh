@@ -47,13 +47,18 @@ template <class T> __device__ __forceinline__ T* row_of(const View& view, i64 en
   return static_cast<T*>(view.data) + entry * view.batch[kBatchAxes - 1] + head * view.head + row * view.row;
 }
 
+// The page that holds the keys of an entry from index * page_size on.
+__device__ __forceinline__ int page_of(const Params& p, const Sequence& sequence, int index) {
+  const i64 at = sequence.place.batch_offset(p.page_table) + index * p.page_table.column;
+  return static_cast<const int*>(p.page_table.data)[at];
+}
+
 // Where the cache has a position.  A page that the pool does not have is no memory.
 template <bool kPaged>
 __device__ __forceinline__ KeyRow cached_row(const Params& p, const Sequence& sequence, int head_k, int position) {
   if constexpr (kPaged) {
     const int index = position / p.page_size, row = position - index * p.page_size;
-    const i64 at = sequence.place.batch_offset(p.page_table) + index * p.page_table.column;
-    const int page = static_cast<const int*>(p.page_table.data)[at];
+    const int page = page_of(p, sequence, index);
     if (page < 0 || page >= p.pages) return {nullptr, nullptr, false};
     return {row_of<Element>(p.k, page, head_k, row), row_of<Element>(p.v, page, head_k, row), false};
   } else {
