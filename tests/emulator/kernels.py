@@ -132,9 +132,9 @@ class Run:
     watch: Callable[[Mapping[str, np.ndarray]], None] | None = None
 
 
-def execute(plan: Plan, call: Call, arrays: Mapping[str, np.ndarray], run: Run) -> None:
-    """Launch the steps of a plan one after the other."""
-    pointers = planning.arguments_of(call, arrays)
+def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run, call: Call | None = None) -> None:
+    """Launch the steps of a plan one after the other; a call may have numbers beside its arrays."""
+    pointers = planning.arguments_of(call, arrays) if call else planning.pointers_of(arrays)
     for step in plan.steps:
         if not step.blocks:
             continue
@@ -202,7 +202,7 @@ def run_forward(
     counter = memory.like(np.zeros(2, np.uint32), "tile_counter")[0]
     if "tile_counter" in plan.offsets and seed % 2:  # tiles are given out, else shared out beforehand
         arrays["tile_counter"] = counter
-    execute(plan, call, arrays, run)
+    execute(plan, arrays, run, call)
     memory.check()
     if counter.any():
         raise EmulatorError(f"the tile counter was left at {counter}; the next launch would begin there")
@@ -241,7 +241,7 @@ def backward(
     places = planning.places_of(problem, arrays)
     plan = planning.plan_backward.__wrapped__(problem, device, places, run.deterministic, run.requested)
     workspace = {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}
-    execute(plan, call, {**arrays, **workspace}, run)
+    execute(plan, {**arrays, **workspace}, run, call)
     memory.check()
     if run.watch is not None:
         run.watch({**arrays, **workspace})
