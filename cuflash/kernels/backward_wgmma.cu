@@ -230,7 +230,7 @@ struct Consumer {
   // ---- what stays ----
   template <class Tile, int kSize>
   __device__ __forceinline__ void store(Tile& tile, const float (&x)[kSize], float scale, const TensorMap& map) const {
-    store_gradient(tile, group * kWarpgroupRows, x, scale, map, shared.channels.work, kGroupBarrier + group);
+    store_gradient(tile, group * kWarpgroupRows, x, scale, map, p, shared.channels.work, kGroupBarrier + group);
   }
 };
 
@@ -256,6 +256,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   }
   __syncthreads();
   const Work work = shared.channels.work;
+  if (kPacked && is_empty(work.keys)) return;  // the number of a tile that its segment has no rows for
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();

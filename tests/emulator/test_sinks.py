@@ -46,17 +46,19 @@ def test_hopper(name: str, head_dim: int) -> None:
 
 
 @small
-@pytest.mark.parametrize("target", [(80, "bfloat16"), (90, "float32")], ids=target_id)
-def test_packed_sequences(target: tuple[int, str]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [("bfloat16", "mma"), ("bfloat16", "wgmma"), ("float32", "simt")], ids=lambda x: x
+)
+def test_packed_sequences(dtype: str, backend: str) -> None:
     """Segments without keys have their sink alone, rows of no segment none."""
-    pack = Pack((33, 0, 7, 1, 20, 0), (40, 9, 0, 65, 20, 0), behind=(9, 37), dtype=target[1])
+    pack = Pack((33, 0, 7, 1, 20, 0), (40, 9, 0, 65, 20, 0), behind=(9, 37), dtype=dtype)
     call, dout, dlse = replace(pack, sinks=True, causal=True, dlse=True).call()
     judge = Judge(call, dout, dlse)
     for seed in (0, 1, 4):
-        out, lse = kernels.forward(call, target[0], seed)
+        out, lse = kernels.forward(call, 90, seed, requested=backend)
         judge.check_forward(out, lse)
-        gradients = kernels.backward(call, out, lse, dout, dlse, target[0], seed, deterministic=bool(seed % 2))
-        judge.check_backward(gradients)
+        options = {"requested": backend, "deterministic": bool(seed % 2)}
+        judge.check_backward(kernels.backward(call, out, lse, dout, dlse, 90, seed, **options))
 
 
 @pytest.mark.parametrize("target", [(80, "float16"), (75, "float32")], ids=target_id)
