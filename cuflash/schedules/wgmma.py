@@ -114,8 +114,8 @@ class BackwardWgmma:
     consumer_registers: int = 240
     deterministic: bool = False  # blocks add to dq in turns
 
-    #: parts of a tile of dq that are summed apart: each consumer has its own
-    dq_chunks = 2
+    #: parts of a tile of dq that are summed apart
+    dq_chunks = 1
     threads = 3 * GROUP_THREADS
     aligned = True
 
@@ -138,8 +138,8 @@ class BackwardWgmma:
 
     @property
     def exchanged_bytes(self) -> int:
-        """Shared memory in which consumers hand over more than dS."""
-        return 0
+        """Shared memory in which consumers hand over more than dS: dQ where it is added in turns, and its channel."""
+        return (2 * 4 * self.block_q * self.dq_width if self.deterministic else 16) + channel_bytes(2)
 
     def shared_bytes(self, itemsize: int) -> int:
         keys = panel_bytes(self.block_k, self.dq_width) + panel_bytes(self.block_k, self.head_dim_v)
@@ -160,6 +160,9 @@ class BackwardWgmmaSplit(BackwardWgmma):
     """Constants of backward_wgmma_split.cu: 64 keys, one warpgroup for dV and one for dK."""
 
     kernel = "backward_wgmma_split"
+
+    #: each consumer has its own
+    dq_chunks = 2
 
     @property
     def products(self) -> tuple[int, ...]:
