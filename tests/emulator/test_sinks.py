@@ -24,8 +24,8 @@ TARGETS = ((75, "float16"), (90, "bfloat16"), (80, "float32"), (90, "float64"))
 small = pytest.mark.usefixtures("mma_tile", "simt_tile")
 
 
-#: each option on one of them, the first on all
-CHOSEN = [*((name, TARGETS[i % 4]) for i, name in enumerate(SINKS)), *(("sinks", target) for target in TARGETS[1:])]
+#: each option on one of them
+CHOSEN = list(zip(SINKS, TARGETS, strict=True))
 
 
 @small
@@ -72,7 +72,7 @@ def test_statistics(target: tuple[int, str]) -> None:
 
 
 @small
-@pytest.mark.parametrize("target", [(80, "bfloat16"), (90, "float64")], ids=target_id)
+@pytest.mark.parametrize("target", [(80, "bfloat16")], ids=target_id)
 def test_logits_that_are_not_finite_or_far(target: tuple[int, str]) -> None:
     """-inf is no sink, NaN and +inf make their own head NaN, and what is far from the scores is exact."""
     made = Case("logits", target[1], heads_q=6, heads_k=6, seq_q=45, seq_k=33, causal=True).make()
@@ -99,7 +99,6 @@ def test_logits_that_are_not_finite_or_far(target: tuple[int, str]) -> None:
     [
         ("softmax.join_sink(p, place);", ""),
         ("return l[slot] == Real(0) ? Real(0) : this->weight[slot] / l[slot];", "return Real(1) / l[slot];"),
-        ("l * weight + part", "l + part"),
         (
             "fma_of(this->base[slot], kLog2, log_of(l[slot]))",
             "fma_of(m[slot], p.softmax_scale * kLog2, log_of(l[slot]))",
