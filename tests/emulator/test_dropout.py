@@ -15,7 +15,7 @@ from tests.emulator import kernels
 from tests.emulator.build import EmulatorError
 from tests.emulator.kernels import check
 from tests.emulator.mutants import mutate
-from tests.emulator.test_mma import target_id
+from tests.emulator.test_mma import TILES, target_id
 from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
 from tests.emulator.test_simt import tile as simt_tile  # noqa: F401 (a fixture)
 from tests.packs import Judge, Pack
@@ -33,6 +33,12 @@ def test_options(name: str, target: tuple[int, str]) -> None:
     case = Case(name, target[1], **{"seq_q": 37, "seq_k": 45, **DROPOUT[name]})
     check(case, target[0], (0, 1, 2), deterministic=case.bias is None)
     check(case, target[0], (3, 4, 5))
+
+
+def test_warps_that_share_rows(mma_tile: Callable[..., None]) -> None:  # noqa: F811
+    """They hand P over through shared memory, dropped already."""
+    mma_tile(*TILES["two columns of warps"])
+    check(Case("shared rows", "bfloat16", **{**DROPOUT["dropout-causal"], "head_dim": 32}), 80, (0, 4))
 
 
 @pytest.mark.parametrize(
