@@ -359,6 +359,13 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   const auto store = [&](Softmax& softmax, int tile) {
     const Tile& done = shared.tiles[tile];
     softmax.finish();
+    if constexpr (kHasSinks) {
+      Place place;
+      place.take_rows(done);
+      place.head = done.head;
+      place.set_batch(p, done.batch);
+      softmax.join_sink(p, place);
+    }
     OutTile& out = shared.out();
     if (Config::kSeparateOut) {
       if (elected) cp_async_bulk_wait_group_read<0>();

@@ -189,6 +189,8 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
         return "an array is empty, which no tensor map describes"
     if sparse := [m.name for m in problem.modifiers if m.knows_tiles()]:
         return f"it does not pass over the tiles that {', '.join(sparse)} hides"
+    if problem.modifier("dropout"):
+        return "it has no registers left to draw the random numbers of Dropout in"
     changed = [m.name for m in problem.modifiers if m.kind in ("score", "mask")]
     widest = max(problem.head_dim, problem.head_dim_v)
     if problem.is_packed and widest > MAX_PACKED:
@@ -220,7 +222,8 @@ def weight(problem: Problem) -> int:
 
     The limits in the table are those up to which the compiler's reports show no spill (tests/test_compile_matrix.py).
     """
-    weights = [len(m.fields) if m.kind == "range" else SCORED for m in problem.modifiers if m.kind != "place"]
+    counted = [m for m in problem.modifiers if m.kind not in ("sum", "place")]
+    weights = [len(m.fields) if m.kind == "range" else SCORED for m in counted]
     return sum(weights) + (SCORED if problem.scale <= 0 else 0)
 
 
