@@ -10,7 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from numbers import Real
 from typing import Any, Literal, cast
@@ -24,10 +24,12 @@ from cuflash.modifiers import (
     BlockMask,
     Causal,
     Documents,
+    Dropout,
     KeyLengths,
     Mask,
     Modifier,
     Packed,
+    Sinks,
     Softcap,
     Window,
     Written,
@@ -48,6 +50,7 @@ OPERANDS = {
     "document_q": "ids_q of Documents",
     "document_k": "ids_k of Documents",
     "block_mask": "blocks of BlockMask",
+    "sinks": "logits of Sinks",
 }
 
 
@@ -148,7 +151,8 @@ class Call:
     """A problem and the arrays it was described from, as views with the axes (*batch, heads, seq, dim).
 
     `operands` holds the modifiers' arrays by field name, with the axes (*batch, heads_q, seq_q, seq_k); a length of 1
-    is broadcast.
+    is broadcast.  `numbers` holds integers of theirs that are no part of the problem.  Of a call that was cut out of another,
+    `first_entry` is the number that its first batch entry has there.
     """
 
     problem: Problem
@@ -156,6 +160,16 @@ class Call:
     k: Any
     v: Any
     operands: Mapping[str, Any]
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    first_entry: int = 0
+
+
+def for_twins(call: Call) -> Call:
+    """The call with what the modifiers' twins read besides."""
+    operands = dict(call.operands)
+    for m in call.problem.modifiers:
+        operands |= m.twin_operands(call.problem, call.operands, call.numbers, call.first_entry)
+    return replace(call, operands=operands)
 
 
 def canonical(array: Any, layout: Layout) -> Any:
@@ -212,7 +226,7 @@ def describe(
     if packed is not None:
         check_packable(chain)
         chain.append(packed)
-    chain.sort(key=lambda m: m.order)
+    chain = sorted((m for m in chain if not (isinstance(m, Dropout) and m.threshold == 0)), key=lambda m: m.order)
     problem = Problem(
         dtype=dtype,
         batch=tuple(batch),
@@ -230,7 +244,7 @@ def describe(
     operands = {name: operand(m, name, x, problem) for m in chain for name, x in m.arrays().items()}
     for m in chain:
         operands |= m.derived(operands)
-    return Call(problem, q, k, v, operands)
+    return Call(problem, q, k, v, operands, {name: x for m in chain for name, x in m.numbers().items()})
 
 
 def describe_packed(q: Any, k: Any, v: Any, packed: Packed, **options: Any) -> Call:
@@ -259,8 +273,9 @@ def check_packable(chain: Iterable[Modifier]) -> None:
         what = m.packed_refusal() if isinstance(m, Written) else None
         if what or isinstance(m, (Bias, Mask, KeyLengths, Documents, BlockMask)):
             raise UnsupportedError(
-                f"{f'{what} in ' if what else ''}{m.title} with packed sequences: no backend offers it; ALiBi, causal, window "
-                "and softcap go with them, and attention takes one sequence, or a batch of padded ones, with any modifier"
+                f"{f'{what} in ' if what else ''}{m.title} with packed sequences: no backend offers it; ALiBi, Sinks, Dropout, "
+                "causal, window and softcap go with them, and attention takes one sequence, or a batch of padded ones, with any "
+                "modifier"
             )
 
 
@@ -389,10 +404,11 @@ def softcap_of(value: Any, dtype: str) -> float:
 
 
 def user_modifiers(modifiers: Any) -> list[Modifier]:
-    allowed = (ALiBi, KeyLengths, Documents, BlockMask, Written)
+    allowed = (ALiBi, KeyLengths, Documents, BlockMask, Sinks, Dropout, Written)
     remedy = (
         "available are ALiBi(slopes), KeyLengths(lengths), Documents(ids_q, ids_k), BlockMask(blocks, size), "
-        "ScoreModifier(expression) and MaskModifier(expression); masks, bias, windows and softcap are arguments"
+        "Sinks(logits), Dropout(p, seed, offset), ScoreModifier(expression) and MaskModifier(expression); masks, bias, "
+        "windows and softcap are arguments"
     )
     if isinstance(modifiers, Modifier):
         raise ArgumentError(
@@ -411,7 +427,7 @@ def user_modifiers(modifiers: Any) -> list[Modifier]:
             raise ArgumentError(
                 f"modifiers contains {titles[name]} {names.count(name)} times: at most once each; combine their values into one"
             )
-    asked = [name for m in chain if isinstance(m, Written) for name in m.gradients]
+    asked = [name for m in chain for name in (m.gradients if isinstance(m, Written) else m.differentiable)]
     for name in asked:
         if asked.count(name) > 1:
             raise ArgumentError(f"the gradients of two modifiers are called d{name}: rename one of the arrays")

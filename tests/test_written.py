@@ -387,6 +387,9 @@ def test_gradients_that_share_a_name():
     two = [ScoreModifier("s + x[h]", x=x, gradients="x"), ScoreModifier("s * x[h]", x=x, gradients="x")]
     with pytest.raises(ArgumentError, match=r"gradients of two modifiers are called dx: .*rename"):
         cuflash.attention_vjp(q, k, v, modifiers=two)
+    with pytest.raises(ArgumentError, match="called dsinks"):
+        own = ScoreModifier("s + sinks[h]", sinks=x, gradients="sinks")
+        cuflash.attention(q, k, v, modifiers=[own, cuflash.Sinks(x)])
     bias = ScoreModifier("s + bias[h]", bias=x, gradients="bias")
     with pytest.raises(ArgumentError, match="called dbias"):
         cuflash.attention(q, k, v, modifiers=[bias], bias=np.zeros((SEQ_Q, SEQ_K), np.float32))
@@ -464,7 +467,7 @@ def test_packed_sequences_refuse_by_name(own, part):
 
 def test_decoding_refuses_by_name():
     x = np.ones((1, 2, 4, 4), np.float32)
-    with pytest.raises(ArgumentError, match="contains ScoreModifier: attention_decode takes ALiBi only"):
+    with pytest.raises(ArgumentError, match="contains ScoreModifier: attention_decode takes ALiBi and Sinks only"):
         cuflash.attention_decode(x[:, :, :1], x, x, modifiers=[ScoreModifier("s + 1.5")])
 
 

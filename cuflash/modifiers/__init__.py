@@ -6,10 +6,12 @@ from cuflash.modifiers.bias import Bias
 from cuflash.modifiers.blocks import BlockMask
 from cuflash.modifiers.causal import Causal
 from cuflash.modifiers.documents import Documents
+from cuflash.modifiers.dropout import Dropout
 from cuflash.modifiers.lengths import KeyLengths
 from cuflash.modifiers.mask import Mask
 from cuflash.modifiers.packed import Packed
 from cuflash.modifiers.scaled import Scaled
+from cuflash.modifiers.sinks import Sinks
 from cuflash.modifiers.softcap import Softcap
 from cuflash.modifiers.window import Window
 from cuflash.modifiers.written import CLASSES, MaskModifier, ScoreModifier, Written
@@ -23,7 +25,22 @@ class Registry(dict[str, type[Modifier]]):
 
 
 REGISTRY: dict[str, type[Modifier]] = Registry(
-    (m.name, m) for m in (Scaled, Softcap, ALiBi, Bias, Causal, Window, KeyLengths, Mask, Documents, BlockMask, Packed)
+    (m.name, m)
+    for m in (
+        Scaled,
+        Softcap,
+        ALiBi,
+        Bias,
+        Causal,
+        Window,
+        KeyLengths,
+        Mask,
+        Documents,
+        BlockMask,
+        Packed,
+        Sinks,
+        Dropout,
+    )
 )
 
 __all__ = [
@@ -33,6 +50,7 @@ __all__ = [
     "BlockMask",
     "Causal",
     "Documents",
+    "Dropout",
     "KeyLengths",
     "Mask",
     "MaskModifier",
@@ -40,6 +58,7 @@ __all__ = [
     "Packed",
     "Scaled",
     "ScoreModifier",
+    "Sinks",
     "Softcap",
     "Tile",
     "Window",
