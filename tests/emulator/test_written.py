@@ -41,7 +41,7 @@ def made(dtype: str, chain: tuple[Modifier, ...], **options: Any) -> tuple[probl
     ("target", "names", "options"),
     [
         (MMA, ("composed",), {"softcap": 5.0, "bias": "hqk", "causal": True}),
-        (MMA, ("table", "masks"), {}),
+        (MMA, ("table", "masks"), {"sinks": "1", "dropout": 0.2}),
         (SIMT, ("slopes", "clamped table"), {"scale": -0.3}),
         (SIMT, ("everything",), {"window": (30, 9), "lengths": (50, 31)}),
     ],
@@ -50,7 +50,8 @@ def made(dtype: str, chain: tuple[Modifier, ...], **options: Any) -> tuple[probl
 def test_chains(target: tuple[int, str], names: tuple[str, ...], options: dict[str, Any]) -> None:
     """Values, slopes and gradients, with built-in modifiers before and behind."""
     options = dict(options)
-    case = Case("own", lengths=options.pop("lengths", None), seq_k=SIZES[3]).make()["options"]["modifiers"]
+    built_in = {name: options.pop(name, None) for name in ("lengths", "sinks", "dropout")}
+    case = Case("own", **built_in, seq_k=SIZES[3]).make()["options"]["modifiers"]
     chain = (*case, *(m for name in names for m in written_cases.chains(SIZES)[name]))
     check_call(*made(target[1], chain, **options), target[0], SEEDS)
 
@@ -70,7 +71,7 @@ def test_numbers() -> None:
 
 @pytest.mark.parametrize("target", [MMA, SIMT], ids=target_id)
 def test_as_the_built_in_one(target: tuple[int, str]) -> None:
-    """Equal bits of every result but dq, which blocks add to in any order."""
+    """Equal bits of every result, with sums in a fixed order."""
     slopes = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
     own = ScoreModifier("s - slope[h] * abs(q + seq_k - seq_q - k)", slope=slopes)
     found = []
