@@ -387,8 +387,8 @@ def test_gradients_that_share_a_name():
     two = [ScoreModifier("s + x[h]", x=x, gradients="x"), ScoreModifier("s * x[h]", x=x, gradients="x")]
     with pytest.raises(ArgumentError, match=r"gradients of two modifiers are called dx: .*rename"):
         cuflash.attention_vjp(q, k, v, modifiers=two)
+    own = ScoreModifier("s + sinks[h]", sinks=x, gradients="sinks")
     with pytest.raises(ArgumentError, match="called dsinks"):
-        own = ScoreModifier("s + sinks[h]", sinks=x, gradients="sinks")
         cuflash.attention(q, k, v, modifiers=[own, cuflash.Sinks(x)])
     bias = ScoreModifier("s + bias[h]", bias=x, gradients="bias")
     with pytest.raises(ArgumentError, match="called dbias"):
