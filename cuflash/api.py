@@ -81,7 +81,7 @@ def attention(
     modifiers
         `ALiBi(slopes)`, `KeyLengths(lengths)`, `Documents(ids_q, ids_k)`, `BlockMask(blocks, size)`, `Sinks(logits)`,
         `Dropout(p, seed, offset)`; at most one of each.  `ScoreModifier(expression)` and `MaskModifier(expression)` say what
-        else you want; as many as you like.
+        else you want: as many as you like, each expression once.
     layout
         "bhsd" is the order of axes above; "bshd" has seq before heads in q, k, v and out.
     return_lse
@@ -434,7 +434,8 @@ def attention_varlen(
         As for `attention`, with the positions and the lengths of each segment.
     modifiers
         `ALiBi(slopes)`, whose distance is counted within a segment, `Sinks(logits)`, and `Dropout(p, seed, offset)`, for
-        which a segment is what a batch entry is elsewhere.
+        which a segment is what a batch entry is elsewhere.  `ScoreModifier(expression)` and `MaskModifier(expression)`, whose
+        positions and lengths are those of a segment, with arrays by ``h`` or computed indices, and without gradients.
     out
         Array to write the result into: its shape, dtype and kind, any strides, no memory shared with an input.
 
