@@ -23,11 +23,17 @@ from cuflash.place import Placed, merged_batch
 from cuflash.problem import Problem
 
 PANEL_COLUMNS = 64
+PANEL_ALIGNMENT = 1024  # bytes, of what swizzled copies fill
 ELEMENTS = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 SWIZZLE_128B, PROMOTION_L2_128B = 3, 2
 MAX_STRIDE = 1 << 40
 ARRAYS = ("q", "k", "v", "out", "dout", "dk", "dv")  # those that kernels reach through maps
 _VALUE_WIDE = ("v", "out", "dout", "dv")  # arrays of head_dim_v columns
+
+
+def panel_bytes(rows: int, columns: int) -> int:
+    """Shared memory of a PanelTile of hw/copy_tma.cuh."""
+    return -(-columns // PANEL_COLUMNS) * rows * 2 * PANEL_COLUMNS
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,12 @@ from cuflash.place import Placed
 from cuflash.problem import Problem
 from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.mma import BackwardConvert, is_rich
-from cuflash.tensormap import PANEL_COLUMNS
+from cuflash.tensormap import PANEL_ALIGNMENT, PANEL_COLUMNS, panel_bytes
 
 if TYPE_CHECKING:
     from cuflash.backends import Device
 
 STEP = 16  # depth of one wgmma
-PANEL_ALIGNMENT = 1024  # bytes, of what swizzled copies fill
 GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
 MAX_PACKED = 128  # packs of wider heads faulted on an H200 where a sequence had no keys, and have not run there since
@@ -36,11 +35,6 @@ SCORED = 8  # weight of what looks at single scores
 #: registers per thread of the producer and of each consumer, by consumers: together at most what the launch reserves
 #: (65536 / threads, rounded down to a multiple of 8, for each thread; PTX ISA, "setmaxnreg")
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
-
-
-def panel_bytes(rows: int, columns: int) -> int:
-    """A PanelTile of hw/copy_tma.cuh."""
-    return tiles(columns, PANEL_COLUMNS) * rows * 128
 
 
 def channel_bytes(slots: int) -> int:
