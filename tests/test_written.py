@@ -535,8 +535,9 @@ def test_errors_point_into_the_expression(text, given, mark, parts):
 
 
 WRONG_ARGUMENTS = {
-    "no text": (lambda: ScoreModifier(3), "ScoreModifier(3): must be a text"),
-    "empty": (lambda: MaskModifier("  "), "MaskModifier('  '): must be a text"),
+    "no text": (lambda: ScoreModifier(["s"]), "ScoreModifier(['s']): must be a text"),
+    "empty": (lambda: MaskModifier("  "), "MaskModifier('  '): is empty"),
+    "no names": (lambda: ScoreModifier("s", gradients=3), "gradients=3 of ScoreModifier: must be a name"),
     "long": (lambda: ScoreModifier("s" + " + s" * 600), "the expression has 2401 characters"),
     "deep": (lambda: ScoreModifier("-" * 1990 + "s"), "nested more than 100 deep"),
     "many": (lambda: ScoreModifier(" + ".join(f"exp(s*{i})*{i}.5" for i in range(90))), "more than 500 operations"),

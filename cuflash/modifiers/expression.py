@@ -209,7 +209,7 @@ def reached(roots: Iterable[Node]) -> list[Node]:
 class Parser:
     """One expression's text; errors point into it."""
 
-    def __init__(self, title: str, text: Any, operands: Mapping[str, Operand], hidden: Mapping[str, str]) -> None:
+    def __init__(self, title: str, text: str, operands: Mapping[str, Operand], hidden: Mapping[str, str]) -> None:
         self.title, self.text, self.operands, self.hidden = title, text, operands, hidden
         self.graph = Graph()
         self.used: set[str] = set()
@@ -217,8 +217,10 @@ class Parser:
 
     def parse(self, wanted: Type) -> tuple[Node, str]:
         """The graph's root, of the wanted type, and the text as Python writes it."""
-        if not isinstance(self.text, str) or not self.text.strip():
-            raise ArgumentError(f"{self.title}({self.text!r:.80}): must be a text, such as 's - 0.5 * abs(q - k)'")
+        if not self.text.strip():
+            raise ArgumentError(
+                f"{self.title}({self.text!r:.80}): is empty; write an expression, such as 's - 0.5 * abs(q - k)'"
+            )
         if len(self.text) > MAX_TEXT:
             raise ArgumentError(
                 f"{self.title}: the expression has {len(self.text)} characters, at most {MAX_TEXT} are read"

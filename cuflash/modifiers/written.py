@@ -441,7 +441,14 @@ def described_one(name: str, x: Any) -> Given:
 
 def made(base: type[Written], expression: str, gradients: Any, given: dict[str, Given]) -> Written:
     """The modifier of an expression: an instance of the class that belongs to it."""
-    names = (gradients,) if isinstance(gradients, str) else tuple(gradients)
+    if not isinstance(expression, str):
+        raise ArgumentError(f"{base.called}({expression!r:.80}): must be a text, such as 's - 0.5 * abs(q - k)'")
+    try:
+        names = (gradients,) if isinstance(gradients, str) else tuple(gradients)
+    except TypeError:
+        raise ArgumentError(
+            f"gradients={gradients!r:.80} of {base.called}: must be a name, or names in a sequence"
+        ) from None
     for name in names:
         if name not in given or given[name].shape is None or given[name].type != "real":
             arrays = ", ".join(n for n, x in given.items() if x.shape is not None and x.type == "real") or "none"
@@ -473,7 +480,7 @@ _lock = threading.Lock()
 
 @lru_cache(maxsize=KEPT)
 def class_of(
-    base: type[Written], expression: Any, operands: tuple[tuple[str, Operand], ...], gradients: tuple[str, ...]
+    base: type[Written], expression: str, operands: tuple[tuple[str, Operand], ...], gradients: tuple[str, ...]
 ) -> type[Written]:
     """The class of an expression; equal ones share it."""
     hidden = {"s": "a mask does not depend on the score s"} if base.kind == "mask" else {}
