@@ -84,6 +84,18 @@ def test_as_the_built_in_one(target: tuple[int, str]) -> None:
         assert got.tobytes() == want.tobytes()
 
 
+@pytest.mark.parametrize("strides", ["contiguous", "stride 0"])
+def test_batch_axes_count_as_one(strides: str) -> None:
+    """Whether kernels walk them as one axis, or their strides keep them apart."""
+    rng = np.random.default_rng(0)
+    ids, heat = rng.integers(0, 2, (6, SIZES[3])).astype(np.int32), rng.standard_normal(6).astype(np.float32)
+    chain = (
+        ScoreModifier("s * heat[b] + b", heat=heat, gradients="heat"),
+        MaskModifier("ids[b, k] == 0 or k == b", ids=ids),
+    )
+    check_call(*made("float32", chain, batch=(2, 1, 3), strides=strides), 75, (0, 1))
+
+
 @pytest.mark.parametrize("backend", ["mma", "wgmma"])
 def test_packed_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions and lengths are those of each sequence."""
