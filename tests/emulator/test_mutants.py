@@ -276,7 +276,7 @@ MUTANTS += [
     hopper("the first block of keys is forgotten",
            "const int first = seen.begin / Config::kBlockK;", "const int first = tiles_of(seen.begin, Config::kBlockK);"),
     hopper("the last heads pass for a whole section",
-           "min(p.section, heads - first)", "p.section"),
+           "min(section, heads - first)", "section"),
     hopper("the output of a tile begins with that of the one before", "clear(o);", ""),
     hopper("sums of a tile begin with those of the one before", "softmax = Softmax();", ""),
     hopper("scores are those of the tile before", "q_at.advance(); tile = next_tile(); if (tile >= 0) {", "tile = next_tile(); if (tile >= 0) {"),
