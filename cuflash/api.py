@@ -422,7 +422,7 @@ def attention_varlen(
         No segment has more queries, or keys.  With it, offsets that lie on a device are taken as they are; without it, they
         are read and checked, for which the host waits.  Results do not depend on it.
     scale, softcap, return_lse, backend
-        As for `attention`; the "wgmma" backend refuses packed sequences.
+        As for `attention`.
     causal, window
         As for `attention`, with the positions and the lengths of each segment.
     modifiers

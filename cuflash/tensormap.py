@@ -2,6 +2,12 @@
 
 A map describes a 4-dimensional array (column, row, head, batch entry) of 16-bit elements, walked in boxes of 64 columns:
 128 bytes, which is also the swizzle span (kernels/hw/copy_tma.cuh).  Source: CUDA driver API, "Tensor Map Object Management".
+
+Where sequences are packed, the hardware keeps each apart from the next: rows outside the map are read as zeros and not written,
+so a map has to end where a sequence does.  Its fourth axis, which no batch needs, walks over rows a second time.  A sequence is
+laid against the end of the axis of rows, and the fourth axis brings it back to its place: its row i, of n that end before
+row e of the array's `rows`, has the coordinates rows - n + i and e, and lies e - n + i rows behind the beginning of the array
+if the map begins `rows` rows before it.  Only rows from 0 on are ever reached (attention/index.cuh, `described`).
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ class TensorMap:
     sizes: tuple[int, int, int, int]  # columns, rows, heads, batch entries
     strides: tuple[int, int, int]  # bytes between rows, heads, batch entries
     box_rows: int
+    origin: int = 0  # bytes from the array's beginning to where all coordinates are 0
 
     @property
     def box(self) -> tuple[int, int, int, int]:
@@ -51,7 +58,8 @@ def describe(name: str, problem: Problem, place: Placed, box_rows: int) -> Tenso
         raise UnsupportedError(f"the batch axes {problem.batch} of {name} cannot be merged into one")
     head_stride, row_stride, step = place.strides[axes : axes + 3]
     merged = replace(place, strides=(batch_strides[name][-1], head_stride, row_stride, step))
-    return described(name, problem.dtype, (width, rows, heads, batch_sizes[-1]), merged, box_rows)
+    whole = described(name, problem.dtype, (width, rows, heads, batch_sizes[-1]), merged, box_rows)
+    return ending_with_sequences(whole) if problem.is_packed else whole
 
 
 def described(name: str, dtype: str, sizes: tuple[int, int, int, int], place: Placed, box_rows: int) -> TensorMap:
@@ -69,6 +77,13 @@ def described(name: str, dtype: str, sizes: tuple[int, int, int, int], place: Pl
     return TensorMap(name, ELEMENTS[dtype], sizes, (used[0], used[1], used[2]), box_rows)
 
 
+def ending_with_sequences(whole: TensorMap) -> TensorMap:
+    """The map of an array of packed sequences, of one batch entry."""
+    columns, rows, heads, _ = whole.sizes
+    row, head, _ = whole.strides
+    return replace(whole, sizes=(columns, rows, heads, rows + 1), strides=(row, head, row), origin=-rows * row)
+
+
 def encode(tensor_map: TensorMap, address: int) -> bytes:
     """The 128 bytes of a map, by the driver; a CUDA context must be current."""
     memory = (ctypes.c_uint64 * (2 * MAP_BYTES // 8))()
@@ -78,7 +93,7 @@ def encode(tensor_map: TensorMap, address: int) -> bytes:
         ctypes.c_void_p(at),
         ctypes.c_int(tensor_map.element),
         word(rank),
-        ctypes.c_void_p(address),
+        ctypes.c_void_p(address + tensor_map.origin),
         (long * rank)(*tensor_map.sizes),
         (long * (rank - 1))(*tensor_map.strides),
         (word * rank)(*tensor_map.box),

@@ -4,8 +4,8 @@
     python scripts/bench.py --suite foundation --cpu --out scripts/results/cpu-foundation.json
     python scripts/bench.py --suite hopper --peers all --out scripts/results/h200-hopper.json
     python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
-    python scripts/bench.py --suite packed --peers torch --out scripts/results/h200-packed.json
-    python scripts/bench.py --suite decode --peers torch --out scripts/results/h200-decode.json
+    python scripts/bench.py --suite packed --peers all --out scripts/results/h200-packed.json
+    python scripts/bench.py --suite decode --peers all --out scripts/results/h200-decode.json
     python scripts/bench.py --suite jax --out scripts/results/h200-jax.json
 
 Times on the GPU are sustained ones: batches of calls back to back, by the host's clock from one idle device to the
@@ -703,6 +703,24 @@ def packed_peer(
     return {"forward": forward, "backward": backward}, {"forward": (out,), "backward": tuple(backward()[:3])}
 
 
+def packed_rival(
+    name: str, arrays: tuple[Array, ...], lengths: list[int], offsets: Array, causal: bool
+) -> dict[str, Call]:
+    """FlashAttention-3's or -4's calls by direction, as far as it has them; its output is compared."""
+    import cupy
+    import torch
+
+    from scripts import peers
+
+    tensors = tuple(torch.from_dlpack(x)[0].transpose(0, 1).contiguous() for x in arrays)
+    forward, backward = getattr(peers, f"{name}_packed")(tensors, torch.from_dlpack(offsets), max(lengths), causal)
+    own = cuflash.attention_varlen(*(cupy.from_dlpack(x) for x in tensors[:3]), offsets, offsets, causal=causal)
+    error = largest_difference((own,), (forward(),))
+    if not error <= LARGEST_DIFFERENCE["bfloat16"]:
+        raise ArithmeticError(f"{name} differs by {error:.3g}")
+    return {"forward": forward, **({"backward": backward} if backward else {})}
+
+
 def packed(session: Session) -> None:
     """Packed sequences: equal ones beside the same batch, skewed ones, many short ones, and PyTorch's kernels."""
     import cupy
@@ -728,6 +746,10 @@ def packed(session: Session) -> None:
                         if not error <= LARGEST_DIFFERENCE["bfloat16"]:
                             raise ArithmeticError(f"{direction}: cuflash differs by {error:.3g}")
                         calls[direction]["fa2"] = call
+            for name in ("fa3", "fa4") if session.all_peers else ():
+                with session.part("packed", name, **common):
+                    for direction, call in packed_rival(name, arrays, lengths, offsets, causal).items():
+                        calls[direction][name] = call
             pairs = [Shape(1, heads, heads, n, n, head_dim, head_dim) for n in lengths]
             for direction, systems in calls.items():
                 operations = sum(each.operations(direction, causal) for each in pairs)

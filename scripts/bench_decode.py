@@ -258,6 +258,26 @@ def peer(q: Array, caches: Array, shape: tuple[int, int, int, int], system: str,
     )
 
 
+def fa3(q: Array, caches: Array, shape: tuple[int, int, int, int]) -> System:
+    """FlashAttention-3 on the contiguous caches."""
+    import torch
+
+    from scripts import peers
+
+    batch, heads_q, heads_k, seq_k = shape
+    own = torch.from_dlpack(q)
+    lengths = torch.full((batch,), seq_k, device="cuda", dtype=torch.int32)
+    calls = [peers.fa3_decode(own, *(torch.from_dlpack(x) for x in caches[i]), lengths) for i in range(len(caches))]
+    return System(
+        "fa3",
+        "contiguous bshd",
+        lambda i: calls[i](),
+        by_torch=True,
+        result=lambda: calls[0]()[-1, 0, : heads_q // heads_k].double().cpu().numpy(),
+        expected=exact(q, *(caches[0, n, -1, :, 0] for n in (0, 1)), heads_q // heads_k),
+    )
+
+
 def reading(caches: Array) -> System:
     """The kernel that only reads."""
     import cupy
@@ -283,6 +303,8 @@ def systems_of(session: Any, shape: tuple[int, int, int, int]) -> list[System]:
         makers += [
             (name, "contiguous bshd", lambda n=name, b=b: peer(q, caches, shape, n, b)) for name, b in PEERS.items()
         ]  # type: ignore[misc]
+    if session.all_peers:
+        makers.append(("fa3", "contiguous bshd", lambda: fa3(q, caches, shape)))
     found = []
     for name, cache, make in makers:
         with session.part("decode", name, **sizes(shape), cache=cache):

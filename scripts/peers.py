@@ -91,6 +91,45 @@ def fa3_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, cau
     return lambda: compiled(*given)
 
 
+# ---- packed sequences: q, k, v and dout are (total, heads, dim) ----
+def fa3_packed(tensors: tuple[Tensor, ...], bounds: Tensor, longest: int, causal: bool) -> tuple[Call, None]:
+    """FlashAttention-3's forward."""
+    from fa3_fwd_interface import flash_attn_varlen_func
+
+    def forward() -> Tensor:
+        return first(flash_attn_varlen_func(*tensors[:3], bounds, bounds, longest, longest, causal=causal))
+
+    return forward, None
+
+
+def fa4_packed(tensors: tuple[Tensor, ...], bounds: Tensor, longest: int, causal: bool) -> tuple[Call, Call]:
+    """FlashAttention-4, forward and backward."""
+    import torch
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    *inputs, dout = tensors
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    saved = first(flash_attn_varlen_func(*leaves, causal=causal, **lengths))
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return first(flash_attn_varlen_func(*inputs, causal=causal, **lengths))
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(saved, leaves, dout, retain_graph=True)  # type: ignore[no-any-return]
+
+    return forward, backward
+
+
+# ---- decode: q is (batch, 1, heads_q, dim), the caches are (batch, seq_k, heads_k, dim) ----
+def fa3_decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Call:
+    """FlashAttention-3's call for one new query."""
+    from fa3_fwd_interface import flash_attn_with_kvcache
+
+    return lambda: first(flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths))
+
+
 def results(out: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """With the axes of cuflash's."""
     (out,) = rows_first(out)

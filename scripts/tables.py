@@ -335,7 +335,8 @@ def packed(rows: list[Row]) -> str:
         cells = [text.milliseconds(by_system[s]["ms"]) if s in by_system else "-" for s in systems]
         shape = f"{row['seq_q']} x {row['heads_q']} x {head_dim}, {row['dtype']}"
         lines.append((shape, "causal" if causal else "full", lengths, direction, *cells))
-    names = {"cuflash": "cuflash, packed", "cuflash batch": "cuflash, as a batch", "fa2": "FlashAttention-2, packed"}
+    names = {"cuflash": "cuflash, packed", "cuflash batch": "cuflash, as a batch"}
+    names |= {f"fa{n}": f"FlashAttention-{n}, packed" for n in (2, 3, 4)}
     header = ("rows x heads x head_dim", "mask", "lengths", "direction", *(names.get(s, s) for s in systems))
     return markdown(header, lines, left=4)
 

@@ -140,6 +140,11 @@ def entries() -> Iterator[Entry]:
         yield hopper("float16", (size, size), "causal", lengths)
     for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)):
         yield replace(hopper("bfloat16", sizes, "causal"), deterministic=True)
+    for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        yield hopper("bfloat16", sizes, "packed")
+        yield replace(hopper("bfloat16", sizes, "packed-causal"), deterministic=True)
+    for dtype, size, option in (("bfloat16", 64, "packed-everything"), ("float16", 128, "packed-causal")):
+        yield hopper(dtype, (size, size), option)
 
 
 def matrix() -> list:

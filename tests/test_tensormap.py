@@ -8,6 +8,7 @@ import pytest
 from cuflash import abi, plan, tensormap
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
+from cuflash.modifiers import Packed
 from cuflash.place import placed
 from cuflash.problem import describe
 from cuflash.schedules import order
@@ -90,6 +91,28 @@ def test_strides_of_axes_of_length_1_do_not_matter():
 def test_rows_of_one_query_do_not_matter():
     x = zeros(2, 4, 1, 16)
     assert map_of("q", describe(x, x, x)).strides[0] == 16
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "dk"])
+def test_rows_of_a_packed_sequence(name):
+    """A row past a sequence's end is outside, every other at its place: what the kernels' coordinates reach."""
+    totals, heads, columns = {"q": 33, "out": 33}.get(name, 45), {"q": 4, "out": 4}.get(name, 2), 24
+    q, k = zeros(33, 4, columns), zeros(45, 2, columns)
+    packed = Packed(np.array([0, 33], np.int32), np.array([0, 45], np.int32), 1)
+    made = describe(q, k, k, packed=packed, layout="bshd")
+    described = map_of(name, made, zeros(totals, heads, columns).swapaxes(0, 1))
+    row, head = 2 * columns * heads, 2 * columns
+    assert described.sizes == (columns, totals, heads, totals + 1)
+    assert described.strides == (row, head, row)
+    for begin, end in ((0, totals), (0, 7), (7, 7), (7, 20), (20, totals), (totals, totals)):
+        for at in range(end - begin + 3):
+            coordinate = totals - (end - begin) + at  # attention/index.cuh, `described`
+            assert end < described.sizes[3]
+            if 0 <= at < end - begin:
+                assert coordinate < described.sizes[1]
+                assert described.origin + coordinate * row + end * row == (begin + at) * row
+            else:
+                assert coordinate >= described.sizes[1]
 
 
 # ---- what has none ---------------------------------------------------------------------------------------------------

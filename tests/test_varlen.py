@@ -293,24 +293,36 @@ def test_blocks_are_as_many_as_the_rows_need(dtype: str) -> None:
     lengths = (20000, *(1,) * 1000)
     forward, backward = planned(lengths, dtype, head_dim=64, heads_q=3, heads_k=1)
     tile_q, tile_k = forward.steps[0].variant.config.block_q, backward.steps[1].variant.config.block_k
-    assert forward.steps[0].blocks == 3 * (21000 // tile_q + 1001 + 1)
+    assert forward.steps[0].config.blocks(forward.problem) == 3 * (21000 // tile_q + 1001 + 1)
     assert backward.steps[1].blocks == 21000 // tile_k + 1001 + 1
 
 
 def test_more_segments_than_an_axis_of_the_grid_has_blocks() -> None:
     forward, backward = planned((1,) * 80000, "bfloat16", heads_q=1, heads_k=1)
-    for step in (*forward.steps, *backward.steps[1:]):
+    assert 80000 < forward.steps[0].config.blocks(forward.problem) < plan.MAX_BLOCKS
+    for step in backward.steps[1:]:
         assert 80000 < step.blocks < plan.MAX_BLOCKS
 
 
-def test_hopper_kernels_leave_packed_sequences_to_mma() -> None:
-    call = Pack((3,), dtype="bfloat16", head_dim=64).call()[0]
-    places = dict(plan.places_of(call.problem, plan.forward_arrays(call, call.q, None)))
-    chosen, reasons = select(call.problem, described_device(90), places)
-    assert chosen.name == "mma"
-    assert reasons["wgmma"] == "it does not take packed sequences"
-    with pytest.raises(UnsupportedError, match="wgmma: it does not take packed sequences"):
-        select(call.problem, described_device(90), places, requested="wgmma")
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+def test_hopper_kernels_take_packed_sequences(head_dim: int, backward: bool) -> None:
+    """Of rows that TMA can walk, whatever the options; a pack without a row goes to mma."""
+    device = described_device(90)
+
+    def chosen(pack: Pack) -> tuple[str, dict[str, str]]:
+        call = replace(pack, dtype="bfloat16").call()[0]
+        places = dict(plan.places_of(call.problem, plan.forward_arrays(call, call.q, None)))
+        backend, reasons = select(call.problem, device, places, backward=backward)
+        return backend.name, reasons
+
+    pack = Pack((3, 0, 500), head_dim=head_dim)
+    for options in ({}, {"causal": True, "window": (9, None)}, {"softcap": 2.0}, {"alibi": True}, {"heads_q": 4}):
+        assert chosen(replace(pack, **options))[0] == "wgmma"
+    assert chosen(replace(pack, lengths_q=(0,), lengths_k=(0,)))[0] == "mma"
+    name, reasons = chosen(replace(pack, strides="padded"))
+    assert name == "mma"
+    assert "rows of q are not contiguous" in reasons["wgmma"]
 
 
 def test_window_offsets_stay_within_32_bits() -> None:

@@ -7,7 +7,7 @@
 // for dQ = dS K, which is added to float32 sums in global memory.
 // The warpgroups take turns: dQ of the step before, dV, dK, and S and dP of the next step are queued in one turn, and the
 // exponentials and dS of that next step run under the products of the other warpgroup.  dQ lags a step behind so that neither
-// waits for the other's dS.  Where scores are changed one by one, dP is queued late, when P needs no registers beside its own.
+// waits for the other's dS.  Where blocks add dQ in turns, two more threads of warpgroup 0 wait for them, so that no one else does.  Where scores are changed one by one, dP is queued late, when P needs no registers beside its own.
 // Invariants: producer and consumers walk the same steps; rows of Q, dO beyond seq_q and keys that nobody sees are zeros in
 // shared memory.
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2; taking turns: FlashAttention-3 (arXiv:2407.08608), section 3.1.
@@ -27,18 +27,24 @@ static_assert(kSplitsRows ? Config::kDqWidth <= kPanelColumns : kDqColumns == kP
 
 typedef PanelTile<Config::kBlockK, Config::kBlockQ> GradientTile;  // dS transposed, a row per key
 
+typedef SumTile<kGroups * kWarpgroupThreads, kDqColumns / 8> DqTile;
+constexpr u32 kDqBytes = DqTile::kSize * sizeof(float);
+
 struct SharedStorage {
   InputTiles in;
   GradientTile ds[2];
+  alignas(128) unsigned char dq_data[Config::kDeterministic ? 2 * kDqBytes : 16];
   InputChannels channels;
-  Channel<2> gradients;
+  Channel<2> gradients, dq_sums;
+
+  // In turns a block's dQ waits here; a slot is added by a thread of its own.
+  __device__ __forceinline__ float* dq(int slot) { return reinterpret_cast<float*>(dq_data + slot * kDqBytes); }
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/wgmma.py disagrees");
 
 constexpr bool kRecomputes = Config::kLateDp || Config::kDeterministic;
 
 typedef MmaFragment<1, Config::kBlockQ / 8, true> ScoreFragment;
-typedef SumTile<kGroups * kWarpgroupThreads, kDqColumns / 8> DqTile;
 
 // One warpgroup.
 struct Consumer {
@@ -112,15 +118,15 @@ struct Consumer {
     // The order of backward_convert_mma.cu: warps that share rows are neighbours.
     const u32 thread = u32(recomputed(threadIdx.x)) - kWarpgroupThreads, warp = thread / 32;
     const u32 sum_warp = kSplitsRows ? warp : warp % 4 * kGroups + warp / 4;
-    const auto add = [&] {
-      DqTile::add(static_cast<float*>(p.dq_sum) + i64(before) * DqTile::kSize, dq, int(sum_warp * 32 + thread % 32));
-    };
-    if constexpr (Config::kDeterministic)
-      in_turn(
-          turn_counter(p, before, group), here().keys.begin / Config::kBlockK, thread % kWarpgroupThreads == 0,
-          [&] { bar_sync(kGroupBarrier + group, kWarpgroupThreads); }, add);
-    else
-      add();
+    const int sum_thread = int(sum_warp * 32 + thread % 32);
+    if constexpr (Config::kDeterministic) {
+      of.wait_empty(shared.dq_sums);
+      DqTile::store(shared.dq(of.slot), dq, sum_thread);
+      fence_proxy_async();
+      arrive_by_warp(of.full(shared.dq_sums));
+    } else {
+      DqTile::add(static_cast<float*>(p.dq_sum) + i64(before) * DqTile::kSize, dq, sum_thread);
+    }
   }
   static __device__ __forceinline__ void scale_by(float (&x)[ScoreFragment::kSize],
                                                   const ScoreSlopes<ScoreFragment>& slopes) {
@@ -230,7 +236,7 @@ struct Consumer {
   // ---- what stays ----
   template <class Tile, int kSize>
   __device__ __forceinline__ void store(Tile& tile, const float (&x)[kSize], float scale, const TensorMap& map) const {
-    store_gradient(tile, group * kWarpgroupRows, x, scale, map, shared.channels.work, kGroupBarrier + group);
+    store_gradient(tile, group * kWarpgroupRows, x, scale, map, p, shared.channels.work, kGroupBarrier + group);
   }
 };
 
@@ -244,6 +250,28 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group<0>();
 }
 
+// One thread: adds dQ of every second step when it is the block's turn, while the consumers go on.
+__device__ __forceinline__ void add_in_turns(const Params& p, SharedStorage& shared, const Work& work, int slot) {
+  Step step(p, work);
+  Cursor<2> cursor;
+  for (int i = 0; i < work.steps; ++i) {
+    if (cursor.slot == slot) {
+      u32* const counter = static_cast<u32*>(p.turns) + 1 + step.number();
+      const u32 turn = work.keys.begin / Config::kBlockK;
+      cursor.wait_full(shared.dq_sums);
+      wait_for_turn(counter, turn);
+      cp_reduce_async_bulk_add(static_cast<float*>(p.dq_sum) + i64(step.number()) * DqTile::kSize,
+                               shared_address(shared.dq(slot)), kDqBytes);
+      cp_async_bulk_commit_group();
+      cp_async_bulk_wait_group<0>();
+      pass_turn(counter, turn + 1);
+      cursor.release(shared.dq_sums);
+    }
+    step.advance(p, work);
+    cursor.advance();
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
@@ -252,14 +280,18 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     set_work(p, shared.channels);
     shared.channels.init(kWarps);
     shared.gradients.init(kGroups, kWarps);
+    if constexpr (Config::kDeterministic) shared.dq_sums.init(1, kWarps);
     fence_mbarrier_init();
   }
   __syncthreads();
   const Work work = shared.channels.work;
+  if (kPacked && is_empty(work.keys)) return;  // the number of a tile that its segment has no rows for
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x == 0) produce(p, shared.in, shared.channels, work);
+    if (Config::kDeterministic && (threadIdx.x == 32 || threadIdx.x == 64))
+      add_in_turns(p, shared, work, int(threadIdx.x) / 32 - 1);
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();
     consume(p, shared, work, group - 1);

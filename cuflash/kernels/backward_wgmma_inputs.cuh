@@ -49,13 +49,15 @@ __device__ __forceinline__ u32* turn_counter(const Params& p, int tile, int grou
 __device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, InputChannels& channels, const Work& work) {
   const u32 full = shared_address(&channels.keys.full[0]);
   mbarrier_arrive_expect_tx(full, KeyTile::kBytes + ValueTile::kBytes);
-  const BoxCorner at{0, work.keys.begin, work.place.head_k, work.batch};
+  const DescribedRow key = work.place.described_key(p, work.keys.begin, work.batch);
+  const BoxCorner at{0, key.row, work.place.head_k, key.batch};
   copy_panels(tiles.k, p.k_map, full, at, CachePolicy::kEvictFirst);
   copy_panels(tiles.v, p.v_map, full, at, CachePolicy::kEvictFirst);
   Step step(p, work);
   Cursor<Config::kStages> cursor;
   for (int i = 0; i < work.steps; ++i) {
-    const BoxCorner corner{0, step.tile * Config::kBlockQ, step.head, work.batch};
+    const DescribedRow query = work.place.described_query(p, step.tile * Config::kBlockQ, work.batch);
+    const BoxCorner corner{0, query.row, step.head, query.batch};
     constexpr u32 kStatisticsBytes = sizeof(Statistics);
     const u32 q_full = cursor.full(channels.queries), dout_full = cursor.full(channels.douts);
     cursor.wait_empty(channels.queries);
@@ -78,7 +80,7 @@ __device__ __forceinline__ void await_keys(const Params& p, InputTiles& tiles, I
                                            const Work& work) {
   mbarrier_wait(shared_address(&channels.keys.full[0]), 0);
   if constexpr (Visibility::kNarrows) {
-    const Range alive = keys_seen_by_any(p, work.place, {0, p.seq_q});
+    const Range alive = keys_seen_by_any(p, work.place, {0, work.place.seq_q(p)});
     if (work.keys.begin >= alive.begin && work.keys.end <= alive.end) return;
     const Range rows{alive.begin - work.keys.begin, alive.end - work.keys.begin};
     const int thread = int(threadIdx.x) - kWarpgroupThreads;
@@ -119,13 +121,14 @@ __device__ __forceinline__ void score_gradients_of(float (&s)[Fragment::kSize], 
 // One warpgroup's dK or dV: through the place of its own rows of the keys or values, from `row` on, into the array.
 template <class Tile, int kSize>
 __device__ __forceinline__ void store_gradient(Tile& tile, int row, const float (&x)[kSize], float scale,
-                                               const TensorMap& map, const Work& work, int barrier) {
+                                               const TensorMap& map, const Params& p, const Work& work, int barrier) {
   const u32 thread = threadIdx.x % kWarpgroupThreads;
   store_accumulator<Element, kSize>(tile, row + int(thread / 32 * 16), [&](int i) { return x[i] * scale; });
   fence_proxy_async();
   bar_sync(barrier, kWarpgroupThreads);
   if (thread == 0) {
-    store_panels(tile, row, map, {0, work.keys.begin + row, work.place.head_k, work.batch});
+    const DescribedRow at = work.place.described_key(p, work.keys.begin + row, work.batch);
+    store_panels(tile, row, map, {0, at.row, work.place.head_k, at.batch});
     cp_async_bulk_commit_group();
   }
 }

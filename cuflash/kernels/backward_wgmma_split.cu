@@ -80,7 +80,7 @@ struct Consumer {
   }
   template <class Tile, int kSize>
   __device__ __forceinline__ void store(Tile& tile, const float (&x)[kSize], float scale, const TensorMap& map) const {
-    store_gradient(tile, 0, x, scale, map, work, kGroupBarrier + group);
+    store_gradient(tile, 0, x, scale, map, p, work, kGroupBarrier + group);
     if (thread() == 0) cp_async_bulk_wait_group<0>();
   }
 };
@@ -250,6 +250,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   }
   __syncthreads();
   const Work work = shared.channels.work;
+  if (kPacked && is_empty(work.keys)) return;  // the number of a tile that its segment has no rows for
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();

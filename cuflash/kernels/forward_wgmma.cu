@@ -1,12 +1,13 @@
 // Forward on Hopper's tensor cores by wgmma (sm_90a, float16 and bfloat16).
 //
 // Job: blocks stay on their multiprocessor and work through tiles of queries.  Warpgroup 0 produces: one thread has the tensor
-// memory accelerator load queries, keys and values ahead of use.  The other warpgroups own 64 query rows each and keep two
-// products in flight: the scores of a block of keys, and P V of the block before, so that the softmax of one block runs under
-// the product of the other.  Where a second tile of queries fits, this pipeline does not stop between tiles.
+// memory accelerator load queries, keys and values ahead of use, and in packs another one looks for the tile that comes next.
+// The other warpgroups own 64 query rows each and keep two products in flight: the scores of a block of keys, and P V of the
+// block before, so that the softmax of one block runs under the product of the other.  Where a second tile of queries fits, this
+// pipeline does not stop between tiles.
 // Invariants: producer and consumers walk the same blocks in the same order, at least one per tile; keys are walked in
 // descending order, so that hidden ones come first, and a warpgroup hands back unread what none of its own rows sees; what a
-// tile is travels with its queries.
+// tile is travels with its queries; rows that the arrays or a packed segment do not have are zeros.
 // Source: FlashAttention-3 (arXiv:2407.08608), algorithms 1 and 2.
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "hw/gemm_mma.cuh"
@@ -21,8 +22,8 @@ typedef PanelTile<Config::kBlockK, Config::kHeadDim> KeyTile;
 typedef PanelTile<Config::kBlockK, Config::kHeadDimV> ValueTile;
 typedef PanelTile<Config::kBlockQ, Config::kHeadDimV> OutTile;
 
-// A tile of queries.
-struct Tile {
+// A tile of queries, and the rows of the sequence that it belongs to.
+struct Tile : Segment<kPacked> {
   int row;                  // the first one; below 0 after the last tile
   int head, head_k, batch;  // of the queries; that of the keys; entry, all batch axes merged
   int key_count;
@@ -37,6 +38,8 @@ struct SharedStorage {
   Channel<Config::kQueryStages> queries;
   Channel<Config::kStages> keys, values;
   Tile tiles[2 * Config::kQueryStages];  // twice as many: one is still asked about when its queries have been replaced
+  Tile coming;                           // in packs
+  Channel<1> comings;
 
   // Without a place of its own, the output of a warpgroup takes that of its queries, panel by panel.
   __device__ __forceinline__ OutTile& out() {
@@ -63,24 +66,25 @@ constexpr int kReaderThreads = kGuesses ? 32 : kWarpgroupThreads,
 
 // Longest first: the last queries see the most keys under a causal mask.
 __device__ __forceinline__ Tile tile_of(const Params& p, int index) {
-  const int query_tiles = tiles_of(p.seq_q, Config::kBlockQ);
+  const int query_tiles = Place::query_tiles<Config::kBlockQ>(p);
   const Assignment assigned(p, index, query_tiles, p.batch_size * p.heads_q);
   Tile tile;
-  tile.row = (query_tiles - 1 - assigned.tile) * Config::kBlockQ;
+  Place place;
+  tile.row = place.enter_queries<Config::kBlockQ>(p, query_tiles - 1 - assigned.tile) * Config::kBlockQ;
   tile.head = assigned.head % p.heads_q;
   tile.batch = assigned.head / p.heads_q;
-  Place place;
+  tile.take_rows(place);
   place.set_head(p, tile.head);
   place.set_batch(p, tile.batch);
   tile.head_k = place.head_k;
   place.key_count = tile.key_count = Visibility::key_count(p, place);
-  const Range seen = keys_seen_by_any(p, place, {tile.row, min(p.seq_q, tile.row + Config::kBlockQ)});
+  const Range seen = keys_seen_by_any(p, place, {tile.row, min(tile.seq_q(p), tile.row + Config::kBlockQ)});
   const int first = seen.begin / Config::kBlockK;
   tile.blocks = {first, max(first + 1, tiles_of(seen.end, Config::kBlockK))};
   return tile;
 }
 __device__ __forceinline__ int tile_count(const Params& p) {
-  return p.batch_size * p.heads_q * tiles_of(p.seq_q, Config::kBlockQ);
+  return p.batch_size * p.heads_q * Place::query_tiles<Config::kBlockQ>(p);
 }
 
 // What a warpgroup has to do with a tile.
@@ -93,12 +97,13 @@ struct Work {
 
   __device__ __forceinline__ Work(const Params& p, const Tile& tile, int group)
       : row(tile.row), first(tile.blocks.begin), last(tile.blocks.end), skipped(0) {
+    place.take_rows(tile);
     place.head = tile.head;
     place.head_k = tile.head_k;
     place.set_batch(p, tile.batch);
     place.key_count = tile.key_count;
-    const int own = row + group * kWarpgroupRows;
-    const Range rows{min(own, p.seq_q - 1), min(own + kWarpgroupRows, p.seq_q)};
+    const int own = row + group * kWarpgroupRows, seq_q = place.seq_q(p);
+    const Range rows{min(own, seq_q - 1), min(own + kWarpgroupRows, seq_q)};
     if constexpr (Visibility::kNarrows) {
       // Keys are skipped before values are, so no more than there is room for beside the first that are used.
       const int seen = tiles_of(keys_seen_by_any(p, place, rows).end, Config::kBlockK);
@@ -122,6 +127,46 @@ __device__ __forceinline__ int place_of(const Cursor<Config::kQueryStages>& at) 
   return at.slot + int(at.phase) * Config::kQueryStages;
 }
 
+// Takes tiles, by one thread: the first are the blocks' own numbers; then each takes the next one that nobody has, or without a
+// counter every gridDim-th.
+struct Taker {
+  u32* taken;
+  int index;
+
+  __device__ __forceinline__ explicit Taker(const Params& p)
+      : taken(static_cast<u32*>(p.tile_counter)), index(blockIdx.x) {}
+  __device__ __forceinline__ void advance() { index = (taken ? int(atomicAdd(taken, 1u)) : index) + int(gridDim.x); }
+  // The tile at hand, or with numbers that their segments have no rows for, the first one after these.
+  __device__ __forceinline__ Tile tile(const Params& p) {
+    Tile tile;
+    tile.row = -1;
+    while (index < tile_count(p)) {
+      tile = tile_of(p, index);
+      if (!kPacked || tile.row < tile.seq_q(p)) break;
+      tile.row = -1;
+      advance();
+    }
+    return tile;
+  }
+};
+
+// In packs the search for a tile's segment takes time and registers, so another thread looks for the next one when the loads of
+// this one begin.
+__device__ __forceinline__ void look_for_tiles(const Params& p, SharedStorage& shared) {
+  Cursor<1> at;
+  Taker taker(p);
+  while (true) {
+    const Tile tile = taker.tile(p);
+    shared.coming = tile;
+    mbarrier_arrive(at.full(shared.comings));
+    if (tile.row < 0) break;
+    at.advance();
+    at.wait_empty(shared.comings);
+    taker.advance();
+  }
+  if (taker.taken) restart_counter(taker.taken);
+}
+
 // One thread: loads in the order in which the consumers use what is loaded.
 __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) {
   Cursor<Config::kQueryStages> q_at;
@@ -130,51 +175,66 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
     q_at.wait_empty(shared.queries);
     shared.tiles[place_of(q_at)] = tile;
     const u32 full = q_at.full(shared.queries);
-    if (tile.row < 0)
+    if (tile.row < 0) {
       mbarrier_arrive(full);
-    else
-      load_panels(shared.q[q_at.slot], p.q_map, full, {0, tile.row, tile.head, tile.batch}, CachePolicy::kEvictFirst);
+    } else {
+      const DescribedRow at = tile.described_query(p, tile.row, tile.batch);
+      load_panels(shared.q[q_at.slot], p.q_map, full, {0, at.row, tile.head, at.batch}, CachePolicy::kEvictFirst);
+    }
     q_at.advance();
   };
   const auto load_k = [&](const Tile& tile, int block) {
     k_at.wait_empty(shared.keys);
-    load_panels(shared.k[k_at.slot], p.k_map, k_at.full(shared.keys),
-                {0, block * Config::kBlockK, tile.head_k, tile.batch}, CachePolicy::kEvictLast);
+    const DescribedRow at = tile.described_key(p, block * Config::kBlockK, tile.batch);
+    load_panels(shared.k[k_at.slot], p.k_map, k_at.full(shared.keys), {0, at.row, tile.head_k, at.batch},
+                CachePolicy::kEvictLast);
     k_at.advance();
   };
   const auto load_v = [&](const Tile& tile, int block) {
     v_at.wait_empty(shared.values);
-    load_panels(shared.v[v_at.slot], p.v_map, v_at.full(shared.values),
-                {0, block * Config::kBlockK, tile.head_k, tile.batch}, CachePolicy::kEvictLast);
+    const DescribedRow at = tile.described_key(p, block * Config::kBlockK, tile.batch);
+    load_panels(shared.v[v_at.slot], p.v_map, v_at.full(shared.values), {0, at.row, tile.head_k, at.batch},
+                CachePolicy::kEvictLast);
     v_at.advance();
   };
-  const auto taken_tile = [&](int index) {
-    Tile tile;
-    tile.row = -1;
-    if (index < tile_count(p)) tile = tile_of(p, index);
-    return tile;
+
+  Taker taker(p);
+  Cursor<1> coming_at;
+  Tile kept, kept_next;  // in packs both lie in shared memory
+  Tile& next = kPacked ? shared.coming : kept_next;
+  const auto take_next = [&] {
+    if constexpr (kPacked) {
+      coming_at.release(shared.comings);
+      coming_at.advance();
+    } else {
+      taker.advance();
+      next = taker.tile(p);
+    }
+  };
+  const auto await_next = [&] {
+    if constexpr (kPacked) coming_at.wait_full(shared.comings);
   };
 
-  // The first tiles are the blocks' own numbers; then each takes the next one that nobody has, or without a counter every
-  // gridDim-th.
-  u32* taken = static_cast<u32*>(p.tile_counter);
-  int index = blockIdx.x;
-  Tile now = taken_tile(index);
-  load_q(now);
-  load_k(now, now.blocks.end - 1);
-  while (now.row >= 0) {
-    index = (taken ? int(atomicAdd(taken, 1u)) : index) + int(gridDim.x);
-    const Tile next = taken_tile(index);
+  if constexpr (!kPacked) next = taker.tile(p);
+  await_next();
+  load_q(next);
+  if (!kPacked || next.row >= 0) load_k(next, next.blocks.end - 1);
+  while (next.row >= 0) {
+    if constexpr (!kPacked) kept = next;
+    const Tile& now = kPacked ? shared.tiles[place_of(q_at.previous())] : kept;
+    take_next();
     bool announced = false;
     for (int block = now.blocks.end - 2; block >= now.blocks.begin; --block) {
       load_k(now, block);
       // With the third block of keys the consumers have left the tile before, and its queries are free.
       if (Config::kQueryStages > 1 && now.blocks.end - block == 3) {
+        await_next();
         load_q(next);
         announced = true;
       }
       load_v(now, block + 1);
     }
+    if (!announced) await_next();
     if (Config::kQueryStages > 1) {
       if (!announced) load_q(next);
       if (next.row >= 0) load_k(next, next.blocks.end - 1);
@@ -184,9 +244,8 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
       if (next.row >= 0) load_k(next, next.blocks.end - 1);
       load_q(next);
     }
-    now = next;
   }
-  if (taken) restart_counter(taken);
+  if (!kPacked && taker.taken) restart_counter(taker.taken);
 }
 
 // One warpgroup.
@@ -230,8 +289,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   // Values that no query sees must not meet a probability of 0: they may be anything, NaN as well.
   const auto clean_values = [&](const Work& work, int block) {
     if constexpr (Visibility::kNarrows) {
-      const Range alive = keys_seen_by_any(p, work.place, {0, p.seq_q});
-      const int begin = block * Config::kBlockK, end = min(begin + Config::kBlockK, p.seq_k);
+      const Range alive = keys_seen_by_any(p, work.place, {0, work.place.seq_q(p)});
+      const int begin = block * Config::kBlockK, end = min(begin + Config::kBlockK, work.place.seq_k(p));
       if (begin >= alive.begin && end <= alive.end) return;
       v_at.wait_full(shared.values);
       clear_rows_outside<kGroups * kWarpgroupThreads>(shared.v[v_at.slot],
@@ -309,19 +368,22 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     bar_sync(kGroupBarrier + group, kWarpgroupThreads);
     if (elected) {
       const int first = group * kWarpgroupRows;
-      store_panels(out, first, p.out_map, {0, done.row + first, done.head, done.batch});
+      const DescribedRow at = done.described_query(p, done.row + first, done.batch);
+      store_panels(out, first, p.out_map, {0, at.row, done.head, at.batch});
       cp_async_bulk_commit_group();
       if (!Config::kSeparateOut) cp_async_bulk_wait_group_read<0>();
     }
     if (!Config::kSeparateOut) release_queries();
     Place place;
+    place.take_rows(done);
     place.head = done.head;
     place.set_batch(p, done.batch);
     store_lse(softmax, ScoreFragment(warp_row(), 0, recomputed(threadIdx.x)), p, place,
-              {done.row, min(p.seq_q, done.row + Config::kBlockQ)});
+              {done.row, min(place.seq_q(p), done.row + Config::kBlockQ)});
   };
 
-  int tile = next_tile();  // the grid is no larger than the number of tiles
+  int tile = next_tile();           // the grid is no larger than the number of tiles
+  if (kPacked && tile < 0) return;  // but they may all be empty
   Work work(p, shared.tiles[tile], group);
   Softmax softmax;
   skip_keys(work);
@@ -420,6 +482,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     shared.queries.init(Config::kSeparateOut ? kReaders : kGroups);
     shared.keys.init(kReaders);
     shared.values.init(kGroups);
+    if constexpr (kPacked) shared.comings.init(1);
     fence_mbarrier_init();
     prefetch_tensormap(&p.q_map);
     prefetch_tensormap(&p.k_map);
@@ -431,6 +494,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x == 0) produce(p, shared);
+    if (kPacked && threadIdx.x == 32) look_for_tiles(p, shared);
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();
     consume(p, shared, group - 1);

@@ -14,7 +14,7 @@ from cuflash.errors import UnsupportedError
 from cuflash.modifiers import Tile
 from cuflash.place import Placed
 from cuflash.problem import Problem
-from cuflash.schedules.base import padded, tiles
+from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.mma import BackwardConvert, is_rich
 from cuflash.tensormap import PANEL_COLUMNS
 
@@ -27,8 +27,9 @@ GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
 SMALLEST_QUERIES = 128  # tiles of more are for as many queries at least
 MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
-TILE_BYTES = 28  # what consumers are told of a tile of queries
-WORK_BYTES = 48  # what a block of the backward is told of its tile of keys
+SEGMENT_BYTES = 24  # bounds of a packed sequence, a part of the two that follow; other calls have room to spare anyway
+TILE_BYTES = 28 + SEGMENT_BYTES  # what consumers are told of a tile of queries
+WORK_BYTES = 48 + SEGMENT_BYTES  # what a block of the backward is told of its tile of keys
 SCORED = 8  # weight of what looks at single scores
 
 #: registers per thread of the producer and of each consumer, by consumers: together at most what the launch reserves
@@ -87,14 +88,13 @@ class ForwardWgmma:
         queries = self.query_stages * panel_bytes(self.block_q, self.head_dim)
         keys = self.stages * (panel_bytes(self.block_k, self.head_dim) + panel_bytes(self.block_k, self.head_dim_v))
         out = panel_bytes(self.block_q, self.head_dim_v) if self.separate_out else 16
-        channels = (
-            channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + 2 * self.query_stages * TILE_BYTES
-        )
-        return padded(queries + keys + out + channels, PANEL_ALIGNMENT)
+        channels = channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + channel_bytes(1)
+        told = (2 * self.query_stages + 1) * TILE_BYTES
+        return padded(queries + keys + out + channels + told, PANEL_ALIGNMENT)
 
     def blocks(self, problem: Problem) -> int:
         """Tiles of queries."""
-        return tiles(problem.seq_q, self.block_q) * problem.heads_q * problem.batch_size
+        return query_tiles(problem, self.block_q) * problem.heads_q * problem.batch_size
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class BackwardWgmma:
     consumer_registers: int = 240
     deterministic: bool = False  # blocks add to dq in turns
 
-    #: parts of a tile of dq that are summed apart: each consumer has its own
-    dq_chunks = 2
+    #: parts of a tile of dq that are summed apart
+    dq_chunks = 1
     threads = 3 * GROUP_THREADS
     aligned = True
 
@@ -138,8 +138,8 @@ class BackwardWgmma:
 
     @property
     def exchanged_bytes(self) -> int:
-        """Shared memory in which consumers hand over more than dS."""
-        return 0
+        """Shared memory in which consumers hand over more than dS: dQ where it is added in turns, and its channel."""
+        return (2 * 4 * self.block_q * self.dq_width if self.deterministic else 16) + channel_bytes(2)
 
     def shared_bytes(self, itemsize: int) -> int:
         keys = panel_bytes(self.block_k, self.dq_width) + panel_bytes(self.block_k, self.head_dim_v)
@@ -152,7 +152,7 @@ class BackwardWgmma:
         )
 
     def blocks(self, problem: Problem) -> int:
-        return tiles(problem.seq_k, self.block_k) * problem.heads_k * problem.batch_size
+        return key_tiles(problem, self.block_k) * problem.heads_k * problem.batch_size
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,9 @@ class BackwardWgmmaSplit(BackwardWgmma):
     """Constants of backward_wgmma_split.cu: 64 keys, one warpgroup for dV and one for dK."""
 
     kernel = "backward_wgmma_split"
+
+    #: each consumer has its own
+    dq_chunks = 2
 
     @property
     def products(self) -> tuple[int, ...]:
@@ -179,8 +182,6 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
     """Why these kernels do not take the problem with arrays at these places, or None."""
     if 0 < device.compiler < MIN_COMPILER:
         return f"NVRTC {device.compiler // 100}.{device.compiler % 100} is older than 12.9"
-    if problem.is_packed:
-        return "it does not take packed sequences"
     if asked := [name for name in STATISTICS if name in at]:
         return f"it computes no statistics beside lse, and {', '.join(asked)} was asked for"
     if not (problem.batch_size and problem.seq_q and problem.seq_k):
@@ -209,7 +210,7 @@ def weight(problem: Problem) -> int:
 
     The limits in the table are those up to which the compiler's reports show no spill (tests/test_compile_matrix.py).
     """
-    weights = [len(m.fields) if m.kind == "range" else SCORED for m in problem.modifiers]
+    weights = [len(m.fields) if m.kind == "range" else SCORED for m in problem.modifiers if m.kind != "place"]
     return sum(weights) + (SCORED if problem.scale <= 0 else 0)
 
 
@@ -232,7 +233,7 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
             f"head_dim {problem.head_dim} with head_dim_v {problem.head_dim_v}: no tile of the forward by wgmma fits the "
             f"{shared_limit} bytes of shared memory of a block; backend='mma' takes it"
         )
-    rows = max(SMALLEST_QUERIES, padded(problem.seq_q, GROUP_ROWS))
+    rows = max(SMALLEST_QUERIES, padded(problem.longest_q, GROUP_ROWS))
     return next((config for config in found if config.block_q <= rows), found[0])
 
 
@@ -240,7 +241,9 @@ def fitting_forwards(problem: Problem, shared_limit: int) -> Iterator[ForwardWgm
     """The tiles of the table that take the head sizes and the keys, leave registers for the modifiers, and fit."""
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
     wide_out = tiles(head_dim_v, PANEL_COLUMNS) > tiles(head_dim, PANEL_COLUMNS)  # more than the queries' place holds
-    keys, modifiers = mean_keys(problem), weight(problem)
+    # Packed sequences are all taken for short ones, whatever they are (`Problem.longest_q`): long ones lose less by the tiles of
+    # short ones than these by theirs.
+    keys, modifiers = 0 if problem.is_packed else mean_keys(problem), weight(problem)
     for tile in tuning.FORWARD_WGMMA:
         if max(head_dim, head_dim_v) > tile.max_head_dim or keys > tile.max_keys or modifiers > tile.max_weight:
             continue

@@ -193,7 +193,7 @@ class EmulatedKernel:
     def encode(self, tensor_map: TensorMap, address: int) -> bytes:
         """The same for a map of a plan."""
         m = tensor_map
-        return self.tensor_map(m.element, address, m.sizes, m.strides, m.box, tensormap.SWIZZLE_128B)
+        return self.tensor_map(m.element, address + m.origin, m.sizes, m.strides, m.box, tensormap.SWIZZLE_128B)
 
     def constant(self, name: str) -> int:
         """Value of an `extern "C" __device__ const int` of the source."""

@@ -267,7 +267,7 @@ MUTANTS += [
     hopper("values are those of the block of keys", "load_v(now, block + 1);", "load_v(now, block);"),
     hopper("half of a tile is announced", "expect_tx(barrier, Tile::kBytes)", "expect_tx(barrier, Tile::kBytes / 2)"),
     hopper("every head has its own keys",
-           "{0, block * Config::kBlockK, tile.head_k, tile.batch}", "{0, block * Config::kBlockK, tile.head, tile.batch}", count=2),
+           "{0, at.row, tile.head_k, at.batch}", "{0, at.row, tile.head, at.batch}", count=2),
     hopper("the producer keeps its registers", "setmaxnreg_dec<Config::kProducerRegisters>();", ""),
     # ---- tiles
     hopper("a tile is passed over", ": index) + int(gridDim.x);", ": index) + int(gridDim.x) + 1;"),
@@ -322,7 +322,7 @@ MUTANTS += [
     hopper("all warpgroups have the first one's rows",
            "return group * kWarpgroupRows + recomputed(threadIdx.x)", "return recomputed(threadIdx.x)"),
     hopper("output rows are those of the first warpgroup",
-           "{0, done.row + first, done", "{0, done.row, done"),
+           "described_query(p, done.row + first, done", "described_query(p, done.row, done"),
     hopper("every block passes for open",
            "return block >= open.begin && block < open.end;", "return true;"),
     # ---- hardware

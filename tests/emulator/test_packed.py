@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cuflash import segments, source
+from cuflash.gradients import gradients_type
 from cuflash.problem import Call
 from cuflash.variant import Variant
 from tests.emulator import kernels
@@ -17,9 +18,12 @@ from tests.emulator.mutants import mutate
 from tests.emulator.test_mma import target_id
 from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
 from tests.emulator.test_simt import tile as simt_tile  # noqa: F401 (a fixture)
+from tests.emulator.test_wgmma import TILES, hopper
+from tests.emulator.test_wgmma import tile as wgmma_tile  # noqa: F401 (a fixture)
 from tests.packs import Judge, Pack, alone
 
-#: small tiles: 32 x 16 forward and 32 x 32 backward for 16 bits, 16 x 32 and 16 x 16 for the others
+#: small tiles: 32 x 16 forward and 32 x 32 backward for 16 bits, 16 x 32 and 16 x 16 for the others; on sm_90 bfloat16 runs
+#: on wgmma, forward by 128 x 32, where TMA takes the arrays
 TARGETS = ((75, "float16"), (80, "bfloat16"), (90, "bfloat16"), (75, "float32"), (80, "float64"), (90, "float32"))
 targets = pytest.mark.parametrize("target", TARGETS, ids=target_id)
 
@@ -52,7 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-small = pytest.mark.usefixtures("mma_tile", "simt_tile")
+small = pytest.mark.usefixtures("mma_tile", "simt_tile", "wgmma_tile")
 
 
 def check(pack: Pack, arch: int, seeds: Iterable[int] = kernels.SEEDS, **options: Any) -> None:
@@ -127,10 +131,6 @@ def results(call: Call, dout: Any, dlse: Any, arch: int, seed: int, backend: str
     return [out, lse[..., None], *gradients]
 
 
-def backend_of(target: tuple[int, str]) -> str:
-    return "mma" if target[1] in ("float16", "bfloat16") else "simt"
-
-
 def of_segment(found: list[np.ndarray], part: segments.Segment) -> list[np.ndarray]:
     at = (part.rows, part.rows, part.rows, part.columns, part.columns)
     return [x[..., rows, :] for x, rows in zip(found, at, strict=True)]
@@ -150,8 +150,7 @@ def test_a_segment_has_the_bits_of_a_call_of_its_own(name: str, target: tuple[in
     found = results(call, dout, dlse, target[0], 1)
     for number, part in enumerate(segments.cut(call)):
         own = dout[..., part.rows, :], None if dlse is None else dlse[..., part.rows]
-        attention = results(part.call, *own, target[0], 2, backend_of(target))
-        assert_same_bits(of_segment(found, part), attention)
+        assert_same_bits(of_segment(found, part), results(part.call, *own, target[0], 2))
         assert_same_bits(of_segment(found, part), results(alone(call, number)[0], *own, target[0], 3))
 
 
@@ -167,33 +166,35 @@ def test_tiles_do_not_depend_on_the_pack(target: tuple[int, str]) -> None:
 
 @pytest.mark.parametrize("target", [(75, "float16"), (80, "bfloat16"), (90, "bfloat16")], ids=target_id)
 def test_16_bit_segments_have_the_bits_of_attention(target: tuple[int, str]) -> None:
-    """Of more than 64 queries, by the tiles that the library chooses for either."""
+    """Of more than 64 queries, by the tiles that the library chooses for either, on mma."""
     call, dout, _ = Pack((3, 70, 100), (9, 200, 65), dtype=target[1], head_dim=64, causal=True).call()
-    found = results(call, dout, None, target[0], 1)
+    found = results(call, dout, None, target[0], 1, "mma")
     for part in list(segments.cut(call))[1:]:
-        attention = results(part.call, dout[..., part.rows, :], None, target[0], 2, backend_of(target))
+        attention = results(part.call, dout[..., part.rows, :], None, target[0], 2, "mma")
         assert_same_bits(of_segment(found, part), attention)
 
 
 # ---- what must not matter ------------------------------------------------------------------------------------------------
+def surrounded(call: Call, dout: Any, number: int) -> tuple[Call, Any, segments.Segment]:
+    """The call and dout with NaN in all rows but those of one segment."""
+    part = list(segments.cut(call))[number]
+    dirty = {}
+    for name, x in {"q": call.q, "k": call.k, "v": call.v, "dout": dout}.items():
+        own = part.rows if name in ("q", "dout") else part.columns
+        dirty[name] = np.full_like(x, np.nan)
+        dirty[name][..., own, :] = x[..., own, :]
+    return replace(call, **{name: dirty[name] for name in "qkv"}), dirty["dout"], part
+
+
 @small
 @targets
 def test_segments_do_not_see_each_other(target: tuple[int, str]) -> None:
     """NaN in other segments and behind the last one reaches nothing."""
     call, dout, _ = replace(PACK, dtype=target[1], causal=True).call()
-    arrays = {"q": call.q, "k": call.k, "v": call.v, "dout": dout}
+    found = results(call, dout, None, target[0], 0)
     for number in (0, 3, 5):
-        part = list(segments.cut(call))[number]
-        dirty = {}
-        for name, x in arrays.items():
-            own = part.rows if name in ("q", "dout") else part.columns
-            dirty[name] = np.full_like(x, np.nan)
-            dirty[name][..., own, :] = x[..., own, :]
-        other = replace(call, **{name: dirty[name] for name in "qkv"})
-        assert_same_bits(
-            of_segment(results(other, dirty["dout"], None, target[0], number), part),
-            of_segment(results(call, dout, None, target[0], 0), part),
-        )
+        dirty, dirty_dout, part = surrounded(call, dout, number)
+        assert_same_bits(of_segment(results(dirty, dirty_dout, None, target[0], number), part), of_segment(found, part))
 
 
 BAD = {
@@ -223,6 +224,66 @@ def test_offsets_that_nobody_checked_reach_nothing_outside(name: str, target: tu
             kernels.backward(wrong, out, lse, dout, dlse, target[0], seed, deterministic=deterministic)
 
 
+# ---- Hopper's kernels ----------------------------------------------------------------------------------------------------
+HOPPER_PACK = Pack((70, 0, 131, 1, 64), (9, 30, 200, 65, 64), behind=(9, 37), dtype="bfloat16", causal=True, heads_k=1)
+
+
+@small
+@pytest.mark.parametrize("sizes", [(80, 80), (136, 72)], ids=str)
+def test_forms_of_hoppers_backward(sizes: tuple[int, int]) -> None:
+    """Those that small heads do not show (tests/emulator/test_wgmma_backward.py), beside NaN."""
+    call, dout, _ = replace(HOPPER_PACK, head_dim=sizes[0], head_dim_v=sizes[1]).call()
+    judge = Judge(call, dout)
+    found = results(call, dout, None, 90, 0, "wgmma")
+    judge.check_forward(found[0], found[1][..., 0])
+    judge.check_backward(gradients_type()(*found[2:]))
+    for seed, number in enumerate((0, 2, 4), 1):
+        dirty, dirty_dout, part = surrounded(call, dout, number)
+        assert_same_bits(of_segment(results(dirty, dirty_dout, None, 90, seed, "wgmma"), part), of_segment(found, part))
+
+
+@pytest.mark.parametrize("name", ["continuous", "two tiles of queries", "one tile of queries", "three warpgroups"])
+def test_every_kind_of_tile(wgmma_tile: Callable[..., None], name: str) -> None:  # noqa: F811
+    """By one block, by some, and by more than there are tiles with a row; beside NaN."""
+    wgmma_tile(TILES[name])
+    call, dout, _ = HOPPER_PACK.call()
+    judge, found = Judge(call), set()
+    for seed, blocks in enumerate((1, 2, 5, 132, 3, 7)):
+        out, lse = kernels.forward(call, hopper(blocks), seed, requested="wgmma")
+        judge.check_forward(out, lse)
+        found.add(out.tobytes() + lse.tobytes())
+    assert len(found) == 1
+    for seed, number in enumerate((0, 2, 4)):
+        dirty, _, part = surrounded(call, dout, number)
+        got = kernels.forward(dirty, hopper(3), seed, requested="wgmma")
+        for x, y in zip(got, (out, lse), strict=True):
+            at = x[..., part.rows, :] if x.ndim == 3 else x[..., part.rows]
+            np.testing.assert_array_equal(at, y[..., part.rows, :] if x.ndim == 3 else y[..., part.rows])
+
+
+@small
+@pytest.mark.parametrize("layout", ["rows apart", "heads outside", "one row", "one head"])
+def test_arrays_that_tma_walks(layout: str) -> None:
+    pack = HOPPER_PACK
+    if layout == "one row":
+        pack = replace(pack, lengths_q=(0, 1), lengths_k=(1, 0), behind=(0, 0))
+    elif layout == "one head":
+        pack = replace(pack, heads_q=1)
+    call, dout, _ = pack.call()
+    if layout == "rows apart":
+        wide = {n: np.full((*x.shape[:-1], 48), np.nan, x.dtype) for n, x in (("q", call.q), ("k", call.k))}
+        for name, x in wide.items():
+            x[..., 8:24] = getattr(call, name)
+        call = replace(call, **{name: x[..., 8:24] for name, x in wide.items()})
+    elif layout == "heads outside":
+        call = replace(call, q=np.ascontiguousarray(call.q), v=np.ascontiguousarray(call.v))
+    judge = Judge(call, dout)
+    for seed in kernels.SEEDS:
+        out, lse = kernels.forward(call, hopper(), seed, requested="wgmma")
+        judge.check_forward(out, lse)
+        judge.check_backward(kernels.backward(call, out, lse, dout, None, hopper(), seed, requested="wgmma"))
+
+
 # ---- bugs sown on purpose --------------------------------------------------------------------------------------------------
 def run_pack(arch: int, dtype: str, text: Callable[[Variant], str]) -> None:
     """Rows that belong to no segment hold NaN, and their gradients must be 0."""
@@ -235,8 +296,8 @@ def run_pack(arch: int, dtype: str, text: Callable[[Variant], str]) -> None:
     judge.check_backward(kernels.backward(call, out, lse, dout, dlse, arch, 1, text=text, deterministic=True))
 
 
-def run_bad_offsets(arch: int, dtype: str, text: Callable[[Variant], str]) -> None:
-    call, dout, dlse = replace(PACK, dtype=dtype, causal=True, dlse=True).call()
+def run_bad_offsets(arch: int, dtype: str, text: Callable[[Variant], str], pack: Pack = PACK) -> None:
+    call, dout, dlse = replace(pack, dtype=dtype, causal=True, dlse=True).call()
     for values in BAD.values():
         bad = np.array(values, np.int32)[None, :, None]
         wrong = replace(call, operands={"segments_q": bad, "segments_k": bad})
@@ -271,6 +332,65 @@ MUTANTS: dict[str, tuple[str, str, Trial]] = {
         run_bad_offsets,
     ),
 }
+
+
+def run_tiles(arch: int, dtype: str, text: Callable[[Variant], str]) -> None:
+    """Many tiles for each of two blocks, under every schedule."""
+    call, _, _ = replace(PACK, dtype=dtype, causal=True, heads_q=4).call()
+    judge = Judge(call)
+    for seed in kernels.SEEDS:
+        judge.check_forward(*kernels.forward(call, hopper(), seed, text=text, requested="wgmma"))
+
+
+def run_long_bad_offsets(arch: int, dtype: str, text: Callable[[Variant], str]) -> None:
+    """Of more rows than a tile of 128."""
+    run_bad_offsets(arch, dtype, text, replace(PACK, behind=(300, 300)))
+
+
+#: the same for Hopper's kernels
+HOPPER_MUTANTS: dict[str, tuple[str, str, Trial]] = {
+    "a tile reaches into the next segment": (
+        "return {total - length + min(row, length), rows.end};",
+        "return {rows.begin + row, total};",
+        run_pack,
+    ),
+    "sums of segments overlap": (
+        "work.place.padded_row<Config::kBlockQ>() / Config::kBlockQ;\n  }\n  __device__ __forceinline__ void advance",
+        "0;\n  }\n  __device__ __forceinline__ void advance",
+        run_pack,
+    ),
+    "turns of half a segment": (
+        "if (Config::kDeterministic && !place.has_all_tiles<Config::kBlockQ, Config::kBlockK>(p)) steps = 0;",
+        "",
+        run_long_bad_offsets,
+    ),
+    "the next tile is replaced before it is read": ("    at.wait_empty(shared.comings);\n", "", run_tiles),
+    "the next tile is read before it is there": (
+        "if constexpr (kPacked) coming_at.wait_full(shared.comings);",
+        "",
+        run_tiles,
+    ),
+    "a block without a tile goes on": ("  if (kPacked && tile < 0) return;", "", run_tiles),
+}
+
+
+@small
+@pytest.mark.parametrize("name", HOPPER_MUTANTS)
+def test_mutant_of_hoppers_is_noticed(name: str) -> None:
+    old, new, trial = HOPPER_MUTANTS[name]
+
+    def text(variant: Variant) -> str:
+        whole = source.build(variant)
+        return mutate(whole, old, new) if old in whole else whole
+
+    with pytest.raises((AssertionError, kernels.EmulatorError)):
+        trial(90, "bfloat16", text)
+
+
+@small
+@pytest.mark.parametrize("trial", [run_pack, run_long_bad_offsets, run_tiles])
+def test_hoppers_without_a_bug_pass(trial: Trial) -> None:
+    trial(90, "bfloat16", source.build)
 
 
 @small

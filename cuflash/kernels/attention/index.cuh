@@ -20,14 +20,26 @@ __device__ __forceinline__ bool is_empty(Range positions) { return positions.beg
 
 __device__ __forceinline__ int recomputed(int x);  // hw/ptx.cuh
 
+// A row of an array as cuflash/tensormap.py describes it: its place along the axis of rows, and along the outermost one.  Rows
+// behind the last one of a packed segment lie outside the array.
+struct DescribedRow { int row, batch; };
+
 // The rows that a block works in: here, all of them.
 template <bool kIsPacked> struct Segment {
   static __device__ __forceinline__ int seq_q(const Params& p) { return p.seq_q; }
   static __device__ __forceinline__ int seq_k(const Params& p) { return p.seq_k; }
+  // To work in the same rows.
+  static __device__ __forceinline__ void take_rows(const Segment&) {}
   // What causal masks, windows and distances count from, of what the host made it.
   static __device__ __forceinline__ int diagonal(int of_all) { return of_all; }
   static __device__ __forceinline__ i64 query_offset(const View&) { return 0; }
   static __device__ __forceinline__ i64 key_offset(const View&) { return 0; }
+  static __device__ __forceinline__ DescribedRow described_query(const Params&, int row, int batch) {
+    return {row, batch};
+  }
+  static __device__ __forceinline__ DescribedRow described_key(const Params&, int row, int batch) {
+    return {row, batch};
+  }
   // Row, among those padded to whole tiles, at which the segment's begin.
   template <int kTile> static __device__ __forceinline__ int padded_row() { return 0; }
   // Tiles of one head.
@@ -84,9 +96,16 @@ template <> struct Segment<true> {
 
   template <class P> __device__ __forceinline__ int seq_q(const P&) const { return queries.end - queries.begin; }
   template <class P> __device__ __forceinline__ int seq_k(const P&) const { return keys.end - keys.begin; }
+  __device__ __forceinline__ void take_rows(const Segment& of) { *this = of; }
   __device__ __forceinline__ int diagonal(int of_all) const { return of_all + from_diagonal; }
   __device__ __forceinline__ i64 query_offset(const View& view) const { return queries.begin * view.row; }
   __device__ __forceinline__ i64 key_offset(const View& view) const { return keys.begin * view.row; }
+  template <class P> __device__ __forceinline__ DescribedRow described_query(const P& p, int row, int) const {
+    return described(queries, p.seq_q, row);
+  }
+  template <class P> __device__ __forceinline__ DescribedRow described_key(const P& p, int row, int) const {
+    return described(keys, p.seq_k, row);
+  }
   template <int kTile> __device__ __forceinline__ int padded_row() const {
     return (queries.begin / kTile + index) * kTile;
   }
@@ -133,6 +152,11 @@ template <> struct Segment<true> {
     queries = offsets_q(p).rows(index);
     keys = offsets_k(p).rows(index);
     from_diagonal = p.segments_end_together ? seq_k(p) - seq_q(p) : 0;
+  }
+  // Along the axis of rows a segment ends where the array does; the outermost axis brings it to its place.
+  static __device__ __forceinline__ DescribedRow described(Range rows, int total, int row) {
+    const int length = rows.end - rows.begin;
+    return {total - length + min(row, length), rows.end};
   }
   // Tiles between two of one segment are of the same: bisection takes the same turns for them.
   template <int kTile> __device__ __forceinline__ bool is_whole(const Offsets& offsets, Range rows) const {

@@ -13,9 +13,9 @@ struct Work {
   Work() = default;
   __device__ __forceinline__ Work(const Params& p, int index) {
     // Longest first: under a causal mask the first keys are seen by the most queries.
-    const Assignment assigned(p, index, tiles_of(p.seq_k, Config::kBlockK), p.batch_size * p.heads_k);
-    const int first_key = assigned.tile * Config::kBlockK;
-    keys = {first_key, min(p.seq_k, first_key + Config::kBlockK)};
+    const Assignment assigned(p, index, Place::key_tiles<Config::kBlockK>(p), p.batch_size * p.heads_k);
+    const int first_key = place.enter_keys<Config::kBlockK>(p, assigned.tile) * Config::kBlockK;
+    keys = {first_key, min(place.seq_k(p), first_key + Config::kBlockK)};
     batch = assigned.head / p.heads_k;
     place.head_k = assigned.head % p.heads_k;
     place.head = place.head_k * p.group;
@@ -25,6 +25,7 @@ struct Work {
     first = walk.begin;
     last = walk.end;
     steps = last > first ? (last - first) * p.group : 0;
+    if (Config::kDeterministic && !place.has_all_tiles<Config::kBlockQ, Config::kBlockK>(p)) steps = 0;
   }
 };
 
@@ -38,7 +39,8 @@ struct Step {
     return Config::kDeterministic ? work.last - 1 : work.first;
   }
   __device__ __forceinline__ Step(const Params& p, const Work& work) : head(work.place.head), tile(begin(work)) {
-    head_tiles = (work.batch * p.heads_q + head) * (p.rows_padded / Config::kBlockQ);
+    head_tiles = (work.batch * p.heads_q + head) * (p.rows_padded / Config::kBlockQ) +
+                 work.place.padded_row<Config::kBlockQ>() / Config::kBlockQ;
   }
   __device__ __forceinline__ void advance(const Params& p, const Work& work) {
     if (tile == (Config::kDeterministic ? work.first : work.last - 1)) {

@@ -79,6 +79,12 @@ __device__ __forceinline__ void cp_async_bulk_load(u32 to, const void* from, u32
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+// Adds a contiguous piece of float32 numbers to others, both addresses and the size multiples of 16 bytes; the caller commits.
+__device__ __forceinline__ void cp_reduce_async_bulk_add(float* to, u32 from, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -31,6 +31,13 @@ template <int kThreads, int kBlocks> struct SumTile {
     return (block * 4 + r) * kThreads + thread;
   }
 #endif
+  // A thread's part of a tile in shared memory.
+  static __device__ __forceinline__ void store(float* tile, const float (&x)[kBlocks * 4], int thread) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) tile[offset(block, thread, r)] = x[4 * block + r];
+  }
   static __device__ __forceinline__ void add(float* tile, const float (&x)[kBlocks * 4], int thread = threadIdx.x) {
 #if __CUDA_ARCH__ >= 900
     float* to = recomputed(tile + offset(0, thread, 0));  // one address in registers; what is added to it are constants
