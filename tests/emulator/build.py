@@ -95,7 +95,9 @@ def run_compiler(arguments: list[str], text: str = "", folder: Path = DEVICE) ->
     return subprocess.run(command, input=text, capture_output=True, text=True, cwd=folder, env=ENVIRONMENT)
 
 
-def build(path: Path, arguments: list[str], text: str = "", folder: Path = DEVICE) -> subprocess.CompletedProcess | None:
+def build(
+    path: Path, arguments: list[str], text: str = "", folder: Path = DEVICE
+) -> subprocess.CompletedProcess | None:
     """Compile `text`, if any, in a folder to `path` unless it exists; the compiler's result if it failed."""
     if path.exists():
         return None
