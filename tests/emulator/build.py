@@ -24,7 +24,8 @@ DEVICE = Path(__file__).resolve().parent / "device"
 # What debug information calls that folder: a library is the same whichever checkout built it, and the cache shares it.
 RECORDED_DEVICE = "/device"
 FLAGS = [
-    *("-std=c++17", "-march=native", "-g1", "-w"),
+    *("-std=c++17", "-march=native", "-w"),
+    *("-g1", "-gdwarf-4"),  # in version 5, behind a precompiled header, addr2line takes one file for another
     *("-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"),
     "-fstack-clash-protection",  # a large local array cannot step over the page below a stack
 ]
