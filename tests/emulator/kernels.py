@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,9 @@ def contiguous(x: np.ndarray) -> np.ndarray:
     return x
 
 
-@cache
+@lru_cache(maxsize=64)
 def kernel(text: str, entry: str, arch: int, sanitize: bool) -> EmulatedKernel:
-    """A built kernel, kept for the process."""
+    """A built kernel, kept for a while: resident blocks are forks, which copy the mappings of every loaded library."""
     return EmulatedKernel(text, entry, sanitize, arch=arch)
 
 
