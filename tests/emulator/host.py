@@ -152,7 +152,9 @@ class EmulatedKernel:
         keep = [aligned_copy(v) for v in values]
         pointers = (ctypes.c_void_p * len(keep))(*[k.ctypes.data for k in keep])
         extents = (ctypes.c_uint * 3)(*(*(int(g) for g in grid), 1, 1)[:3])
-        request = LaunchRequest(seed, stacks(threads), STACK_BYTES, extents, threads, shared_bytes, time_limit, residents)
+        request = LaunchRequest(
+            seed, stacks(threads), STACK_BYTES, extents, threads, shared_bytes, time_limit, residents
+        )
         with _launching:
             failed = self._launch(ctypes.byref(request), pointers)
         if failed:
