@@ -14,7 +14,8 @@ from cuflash.decode import attention_decode
 from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError, VersionError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
+from cuflash.modifiers import ALiBi, BlockMask, Documents, Dropout, KeyLengths, Sinks
+from cuflash.modifiers.dropout import dropout_mask
 from cuflash.picture import draw_attention, draw_costs, draw_recurrence, draw_tiles
 from cuflash.statistics import Statistics
 from cuflash.union import merge, merge_backward, merge_vjp
@@ -28,9 +29,11 @@ __all__ = [
     "CompileError",
     "CuflashError",
     "Documents",
+    "Dropout",
     "Explanation",
     "KeyLengths",
     "ShapeError",
+    "Sinks",
     "Statistics",
     "UnsupportedError",
     "VersionError",
@@ -48,6 +51,7 @@ __all__ = [
     "draw_costs",
     "draw_recurrence",
     "draw_tiles",
+    "dropout_mask",
     "explain",
     "merge",
     "merge_backward",

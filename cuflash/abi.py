@@ -75,7 +75,7 @@ _DECODE: Fields = (
     ("int", "page_size"),
     ("int", "pages"),
 )
-_C_TYPES = {"View": "View", "Pointer": "void*", "int": "int", "Real": "Real", "TensorMap": "TensorMap"}
+_C_TYPES = {"View": "View", "Pointer": "void*", "u64": "u64", "int": "int", "Real": "Real", "TensorMap": "TensorMap"}
 
 
 @cache
@@ -111,7 +111,7 @@ def record(
     statistics: bool = False,
 ) -> np.dtype[Any]:
     """The table as a NumPy record with C alignment."""
-    types: dict[str, Any] = {"View": VIEW, "Pointer": "u8", "int": "i4", "Real": accumulator}
+    types: dict[str, Any] = {"View": VIEW, "Pointer": "u8", "u64": "u8", "int": "i4", "Real": accumulator}
     layout: list[Any] = []
     for kind, name in fields(direction, modifiers, maps, statistics):
         if kind != "TensorMap":

@@ -14,7 +14,8 @@ from cuflash import arrays, backends, numpy_backend
 from cuflash.arrays import Home
 from cuflash.errors import ArgumentError, UnsupportedError
 from cuflash.explanation import Explanation
-from cuflash.modifiers import Modifier
+from cuflash.modifiers import Modifier, Sinks
+from cuflash.modifiers.base import device_of
 from cuflash.problem import (
     MAX_SEQ,
     Call,
@@ -77,7 +78,8 @@ def attention(
     softcap
         Positive c: a scaled logit s becomes c·tanh(s/c).
     modifiers
-        `ALiBi(slopes)`, `KeyLengths(lengths)`, `Documents(ids_q, ids_k)`, `BlockMask(blocks, size)`; at most one of each.
+        `ALiBi(slopes)`, `KeyLengths(lengths)`, `Documents(ids_q, ids_k)`, `BlockMask(blocks, size)`, `Sinks(logits)`,
+        `Dropout(p, seed, offset)`; at most one of each.
     layout
         "bhsd" is the order of axes above; "bshd" has seq before heads in q, k, v and out.
     return_lse
@@ -111,8 +113,8 @@ def attention(
 
     Notes
     -----
-    Order of operations: scale, softcap, modifiers of the score, bias, all that hides keys, softmax.  Equal calls on one
-    device give equal bits.  Algorithm: Dao et al., arXiv:2205.14135, and Dao, arXiv:2307.08691.
+    Order of operations: scale, softcap, modifiers of the score, bias, all that hides keys, softmax with its sinks,
+    dropout.  Equal calls on one device give equal bits.  Algorithm: Dao et al., arXiv:2205.14135, and Dao, arXiv:2307.08691.
 
     Examples
     --------
@@ -177,7 +179,7 @@ def attention_backward(
     deterministic
         True: equal calls on one device give equal bits in every gradient; dq is then summed in a fixed order, which takes
         time and 4 bytes for each tile of queries.  None and False: as fast as it goes, which on a GPU leaves the order of
-        the sums in dq and dbias open, while dk and dv still repeat; the numpy backend always repeats all of them.
+        the sums in dq and dbias open, while dk, dv and dsinks still repeat; the numpy backend always repeats all of them.
     batch_invariant
         As for `attention`, of each gradient that is not itself a sum over the batch; it makes None of `deterministic` True
         and does not go with False.
@@ -187,7 +189,8 @@ def attention_backward(
     Returns
     -------
     Gradients
-        A named tuple (dq, dk, dv), then dbias if there is a bias: each of the shape and dtype of its argument.
+        A named tuple (dq, dk, dv), then dbias if there is a bias and dsinks if there are `Sinks`: each of the shape and dtype
+        of its argument.
 
     Raises
     ------
@@ -265,8 +268,8 @@ def attention_statistics(
         (*batch, heads_q, seq_q) in every layout: the largest score after scale, softcap, other modifiers and bias, of the
         keys that the row sees; -inf in a row that sees none.
     entropy
-        Likewise, -Σ p·log p in nats: from 0, all weight on one key, to the logarithm of the number of keys; 0 in a row
-        that sees no key.
+        Likewise, -Σ p·log p in nats, a sink counted as a key: from 0, all weight on one key, to the logarithm of the number
+        of keys; 0 in a row that sees no key.
     column_sums
         (*batch, heads_q, seq_k) in every layout: Σ p over the queries, the attention that a key receives; 0 for a key that
         no query sees.
@@ -280,7 +283,7 @@ def attention_statistics(
     -----
     Largest score and entropy come out of the forward's recurrence (arXiv:2205.14135, algorithm 1) with one more sum,
     Σ exp(s - m)·(s - m); sums of columns from exp(s - lse), as in a backward.  Memory stays linear in the lengths, and equal
-    calls on one device give equal bits.  A row whose lse is NaN has NaN in all of them.
+    calls on one device give equal bits.  A row whose lse is NaN has NaN in all of them.  They are those before dropout.
 
     Examples
     --------
@@ -426,7 +429,8 @@ def attention_varlen(
     causal, window
         As for `attention`, with the positions and the lengths of each segment.
     modifiers
-        `ALiBi(slopes)`; the distance is counted within a segment.
+        `ALiBi(slopes)`, whose distance is counted within a segment, `Sinks(logits)`, and `Dropout(p, seed, offset)`, for
+        which a segment is what a batch entry is elsewhere.
     out
         Array to write the result into: its shape, dtype and kind, any strides, no memory shared with an input.
 
@@ -512,7 +516,8 @@ def attention_varlen_backward(
     Returns
     -------
     Gradients
-        A named tuple (dq, dk, dv), each of the shape and dtype of its argument; 0 in rows that belong to no segment.
+        A named tuple (dq, dk, dv), then dsinks if there are `Sinks`: each of the shape and dtype of its argument; 0 in rows
+        that belong to no segment.
 
     Raises
     ------
@@ -741,6 +746,7 @@ def enter(
     check_backend(backend, home)
     seq_axis = -3 if check_layout(layout) == "bshd" else -2
     seq_k = native["k"].shape[seq_axis] if native["k"].ndim >= 3 else MAX_SEQ
+    chain = arrays.native_modifiers(modifiers, home, dtype_name(native["q"].dtype), seq_k)
     call = describe(
         native["q"],
         native["k"],
@@ -751,10 +757,10 @@ def enter(
         mask=native.get("mask"),
         bias=native.get("bias"),
         softcap=softcap,
-        modifiers=arrays.native_modifiers(modifiers, home, dtype_name(native["q"].dtype), seq_k),
+        modifiers=chain,
         layout=layout,
     )
-    return home, call, native
+    return home, call, {**native, **differentiable(chain)}
 
 
 def enter_packed(
@@ -777,6 +783,7 @@ def enter_packed(
     check_packed_shapes(native["q"], native["k"], native["v"])
     total_q, total_k = len(native["q"]), len(native["k"])
     packed = arrays.native_packed(*offsets, *maxima, total_q, total_k, home)
+    chain = arrays.native_modifiers(modifiers, home, dtype_name(native["q"].dtype), total_k)
     call = describe_packed(
         native["q"],
         native["k"],
@@ -786,9 +793,14 @@ def enter_packed(
         causal=causal,
         window=window,
         softcap=softcap,
-        modifiers=arrays.native_modifiers(modifiers, home, dtype_name(native["q"].dtype), total_k),
+        modifiers=chain,
     )
-    return home, call, native
+    return home, call, {**native, **differentiable(chain)}
+
+
+def differentiable(chain: Iterable[Modifier]) -> dict[str, Any]:
+    """The modifiers' arrays that have a gradient, by operand, in the shapes in which they came."""
+    return {name: m.arrays()[name] for m in chain for name in m.differentiable}
 
 
 def check_results(call: Call, native: Mapping[str, Any], lse_axes: str) -> None:
@@ -902,6 +914,9 @@ def give_gradients(gradients: Any, home: Home, call: Call, native: Mapping[str, 
     """The backend's gradients in the shapes of their arguments, as the caller's kind."""
     layout = call.problem.layout
     shaped = {f"d{name}": canonical(getattr(gradients, f"d{name}"), layout) for name in "qkv"}
-    if "bias" in native:
-        shaped["dbias"] = gradients.dbias.reshape(native["bias"].shape)
+    for field in gradients._fields[3:]:
+        shaped[field] = getattr(gradients, field).reshape(native[field[1:]].shape)
+    if isinstance(sinks := call.problem.modifier(Sinks.name), Sinks):
+        with device_of(shaped["dsinks"]):
+            shaped["dsinks"] = shaped["dsinks"].astype(sinks.dtype, copy=False)
     return gradients._replace(**{name: home.give(x) for name, x in shaped.items()})

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from cuflash.errors import ArgumentError, ShapeError, UnsupportedError
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Modifier, Packed
+from cuflash.modifiers import ALiBi, BlockMask, Documents, Dropout, KeyLengths, Modifier, Packed, Sinks
 from cuflash.modifiers.base import device_of
+from cuflash.modifiers.dropout import word_pair
 from cuflash.problem import DTYPES, OPERANDS, user_modifiers
 
 # DLDeviceType of dlpack.h
@@ -309,6 +310,10 @@ def native_modifiers(modifiers: Any, home: Home, dtype: str, seq_k: int) -> tupl
             m = replace(m, ids_q=native_ids("ids_q", m, home), ids_k=native_ids("ids_k", m, home))
         elif isinstance(m, BlockMask):
             m = replace(m, blocks=native_blocks(m, home))
+        elif isinstance(m, Sinks):
+            m = native_sinks(m, home, accumulator)
+        elif isinstance(m, Dropout):
+            m = replace(m, seed=native_number("seed", m.seed, home), offset=native_number("offset", m.offset, home))
         chain.append(m)
     return tuple(chain)
 
@@ -365,6 +370,34 @@ def native_blocks(modifier: BlockMask, home: Home) -> Any:
     if x.dtype != bool:
         raise ArgumentError(f"{name} has dtype {x.dtype}: must be bool (True = visible); convert it with astype")
     return placed(modifier, x, home) if isinstance(x, np.ndarray) else x
+
+
+def native_sinks(modifier: Sinks, home: Home, accumulator: str) -> Sinks:
+    """Logits in the accumulator's dtype; their gradient gets the dtype in which they came."""
+    name = "logits of Sinks"
+    x = modifier_array(name, modifier.logits, home)
+    if str(x.dtype) not in DTYPES and x.dtype.kind not in "iu":
+        raise ArgumentError(f"{name} has dtype {x.dtype}: must be real numbers; convert it with astype")
+    of_gradient = str(x.dtype) if hasattr(modifier.logits, "dtype") and str(x.dtype) in DTYPES else accumulator
+    with device_of(x), np.errstate(over="ignore"):
+        converted = x.astype(accumulator, copy=False)
+    logits = placed(modifier, converted, home) if isinstance(x, np.ndarray) else converted
+    return replace(modifier, logits=logits, dtype=of_gradient)
+
+
+def native_number(name: str, x: Any, home: Home) -> Any:
+    """A seed or offset of Dropout: a number, or where the call's arrays are an array of one element."""
+    if not (hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__")):
+        return word_pair(name, x)
+    array = modifier_array(f"{name} of Dropout", x, home)
+    if isinstance(array, np.ndarray):
+        return word_pair(name, array)
+    if str(array.dtype) not in ("int64", "uint64") or array.size != 1:
+        raise ArgumentError(
+            f"{name} of Dropout has shape {array.shape} and dtype {array.dtype}: on a device it must be one int64 or uint64; "
+            "pass an integer, or make it such an array"
+        )
+    return array.reshape(())
 
 
 def native_packed(

@@ -529,7 +529,10 @@ def named(names: dict[str, str]) -> Iterator[None]:
 
 def check_dropout(dropout_p: Any) -> None:
     if finite("dropout_p", dropout_p, "float64") != 0:
-        raise UnsupportedError(f"dropout_p={dropout_p!r:.80}: there is no dropout here; pass 0.0, as for evaluation")
+        raise UnsupportedError(
+            f"dropout_p={dropout_p!r:.80}: these calls have no generator to draw from; pass 0.0, as for evaluation, or call "
+            "cuflash.attention with modifiers=(cuflash.Dropout(p, seed, offset),)"
+        )
 
 
 def check_backward_only(deterministic: Any) -> None:

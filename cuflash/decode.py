@@ -71,7 +71,7 @@ def attention_decode(
     softcap
         Positive c: a scaled logit s becomes c·tanh(s/c).
     modifiers
-        `ALiBi(slopes)`; its distances count from that diagonal.
+        `ALiBi(slopes)`, whose distances count from that diagonal, and `Sinks(logits)`.
     layout
         "bhsd" is the order of axes above; "bshd" has seq before heads in all of them, and in pages: (pages, page_size,
         heads_k, head_dim).

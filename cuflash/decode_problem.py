@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.errors import ArgumentError, ShapeError
-from cuflash.modifiers import ALiBi, Modifier, Softcap
+from cuflash.modifiers import ALiBi, Modifier, Sinks, Softcap
 from cuflash.problem import (
     MAX_SEQ,
     Call,
@@ -146,13 +146,15 @@ def describe(
 def check_modifiers(modifiers: Any) -> None:
     """Raise unless all of them are offered here."""
     for m in user_modifiers(modifiers):
-        if not isinstance(m, ALiBi):
+        if not isinstance(m, (ALiBi, Sinks)):
             remedy = (
                 "the lengths are an argument of their own: lengths="
                 if m.name == "lengths"
                 else "call cuflash.attention, which takes it, on the keys and values of contiguous caches"
             )
-            raise ArgumentError(f"modifiers contains {type(m).__name__}: attention_decode takes ALiBi only; {remedy}")
+            raise ArgumentError(
+                f"modifiers contains {type(m).__name__}: attention_decode takes ALiBi and Sinks only; {remedy}"
+            )
 
 
 def capacity_of_pages(native: Mapping[str, Any], table: Any, batch: int, page_size: int, layout: str) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
 from cuflash.modifiers import Modifier
+from cuflash.problem import Problem
 
 
 @cache
@@ -31,3 +32,17 @@ def restore(names: tuple[str, ...], values: tuple[Any, ...]) -> Any:
 def differentiable_operands(modifiers: Iterable[Modifier]) -> tuple[str, ...]:
     """Names of the array operands that have a gradient, in the order of the chain."""
     return tuple(name for modifier in modifiers for name in modifier.differentiable)
+
+
+def score_operands(modifiers: Iterable[Modifier]) -> tuple[str, ...]:
+    """Those of them that are added to scores: kernels add up their gradients from those of the scores."""
+    return differentiable_operands(modifier for modifier in modifiers if modifier.kind == "score")
+
+
+def gradient_terms(problem: Problem, operands: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a backward by kernels computes of the operands' gradients, by operand; the rest is sums over axes."""
+    return {
+        name: modifier.gradient_terms(operands[name].shape, problem)
+        for modifier in problem.modifiers
+        for name in modifier.differentiable
+    }

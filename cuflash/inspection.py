@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ def attention_weights(
     -------
     weights
         (*batch, heads_q, len(rows), seq_k) in every layout, float32 (float64 for float64), of the kind of q: each row sums
-        to 1, or is 0 where the query sees no key.
+        to 1, less the weight of a sink, or is 0 where the query sees no key.  With `Dropout`, they are those behind it.
 
     Raises
     ------
@@ -104,11 +104,19 @@ def positions_of(rows: Any, seq_q: int) -> list[int]:
 
 def weights_of(call: Call, keys: Any, row: int) -> NDArray[Any]:
     """Weights of one row, (*batch, heads_q, 1, seq_k), on the host."""
-    return reference.softmax(*scores_of(call, keys, row))[0]
+    s, tile = scored_tile(call, keys, row)
+    weights = reference.softmax(s, reference.visible_in(tile), reference.sink_of(tile))[0]
+    return weights * reference.weight_factors(tile)
 
 
 def scores_of(call: Call, keys: Any, row: int) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """Scores of one row, (*batch, heads_q, 1, seq_k), on the host, and which of them it sees."""
+    s, tile = scored_tile(call, keys, row)
+    return s, reference.visible_in(tile)
+
+
+def scored_tile(call: Call, keys: Any, row: int) -> tuple[NDArray[Any], Tile]:
+    """Scores of one row, (*batch, heads_q, 1, seq_k), on the host, and the tile that they are."""
     problem = call.problem
     part = slice(row, row + 1)
     q = call.q[..., part, :].astype(np.float64)
@@ -116,14 +124,17 @@ def scores_of(call: Call, keys: Any, row: int) -> tuple[NDArray[Any], NDArray[np
     stacked = q.reshape(*batch, problem.heads_k, problem.group, head_dim)  # the heads of a group share their keys
     s = on_host(module_of(q).matmul(stacked, keys)).reshape(*batch, heads_q, 1, problem.seq_k)
     s *= problem.scale
-    tile = Tile(problem, operands_of(call, part), part, slice(0, problem.seq_k))
+    operands = operands_of(call, part)
+    for modifier in problem.modifiers:
+        operands |= modifier.twin_operands(problem, operands, call.numbers, call.first_entry)
+    tile = Tile(problem, operands, part, slice(0, problem.seq_k))
     for modifier in problem.modifiers:
         if modifier.kind == "score":
             s = modifier.apply(s, tile)
-    return s, reference.visible_in(tile)
+    return s, tile
 
 
-def operands_of(call: Call, part: slice) -> Mapping[str, NDArray[Any]]:
+def operands_of(call: Call, part: slice) -> dict[str, NDArray[Any]]:
     """The modifiers' arrays on the host, those with an entry for each query cut to one row, which is broadcast."""
     seq_q = call.problem.seq_q
     return {name: on_host(x[..., part, :] if x.shape[-2] == seq_q else x) for name, x in call.operands.items()}

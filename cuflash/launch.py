@@ -17,9 +17,10 @@ import cupy
 from cuflash import jit
 from cuflash.backends import Device, floor_seconds
 from cuflash.explanation import Explanation
-from cuflash.gradients import differentiable_operands, gradients_type
+from cuflash.gradients import gradient_terms, gradients_type
 from cuflash.plan import (
     Plan,
+    arguments_of,
     backward_arrays,
     compacted,
     forward_arrays,
@@ -27,7 +28,6 @@ from cuflash.plan import (
     places_of,
     plan_backward,
     plan_forward,
-    pointers_of,
 )
 from cuflash.problem import Call, Problem, canonical, in_layout
 from cuflash.variant import ITEMSIZE
@@ -159,7 +159,7 @@ def forward(
         if not is_mergeable(problem, arrays):
             arrays = in_one_batch(problem, arrays)
         plan = plan_forward(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
-        run(plan, pointers_of(arrays))
+        run(plan, arguments_of(call, arrays))
         if arrays["out"] is not to:
             to[...] = arrays["out"]
     return to, lse
@@ -184,8 +184,8 @@ def backward(
             f"d{name}": given[f"d{name}"] if f"d{name}" in given else empty(x.shape, problem, x.dtype)
             for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)
         }
-        operands = differentiable_operands(problem.modifiers)
-        sums = {f"d{name}": zeros(call.operands[name].shape, problem, given.get(f"d{name}")) for name in operands}
+        operands = gradient_terms(problem, call.operands)
+        sums = {f"d{name}": zeros(shape, problem, given.get(f"d{name}")) for name, shape in operands.items()}
         arrays = backward_arrays(call, out=out, lse=lse, dout=dout, dlse=dlse, **gradients, **sums)
         if batch_invariant:
             arrays = compacted(problem, arrays)
@@ -194,9 +194,12 @@ def backward(
         places = places_of(problem, arrays)
         plan = plan_backward(problem, device(call.q.data.device_id), places, bool(deterministic), requested)
         workspace = {name: cupy.empty(size, cupy.uint8) for name, size in plan.workspace().items()}
-        run(plan, pointers_of({**arrays, **workspace}))
-        summed = [sum_to(arrays[f"d{n}"], call.operands[n].shape).astype(problem.dtype, copy=False) for n in operands]
-        found = gradients_type(operands)(*(arrays[name] for name in gradients), *summed)
+        run(plan, arguments_of(call, {**arrays, **workspace}))
+        summed = [
+            sum_to(arrays[f"d{name}"], call.operands[name].shape).astype(call.operands[name].dtype, copy=False)
+            for name in operands
+        ]
+        found = gradients_type(tuple(operands))(*(arrays[name] for name in gradients), *summed)
         for name, target in given.items():
             if getattr(found, name) is not target:
                 target[...] = getattr(found, name)
@@ -205,7 +208,7 @@ def backward(
 
 def zeros(shape: tuple[int, ...], problem: Problem, to: Any = None) -> Any:
     """Array for sums, all 0; `to` itself where it can hold them."""
-    if to is None or to.dtype != problem.accumulator:
+    if to is None or to.dtype != problem.accumulator or to.shape != shape:
         return cupy.zeros(shape, problem.accumulator)
     to.fill(0)
     return to

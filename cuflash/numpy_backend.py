@@ -27,7 +27,7 @@ from cuflash import segments
 from cuflash.decode_problem import DecodeCall, append, entries
 from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.modifiers import BlockMask, Modifier, Tile
-from cuflash.problem import Call, Problem
+from cuflash.problem import Call, Problem, for_twins
 
 Array = NDArray[Any]
 Seen = NDArray[np.bool_] | None  # which scores of a tile may be seen; None is all of them
@@ -98,6 +98,7 @@ def forward(
             return packed, lse
         out[...] = packed
         return out, lse
+    call = for_twins(call)
     inputs = (call.q, call.k, call.v, *call.operands.values())
     direct = out is not None and not any(np.may_share_memory(out, x) for x in inputs)
     result = out if out is not None and direct else np.empty(problem.out_shape, call.q.dtype)
@@ -142,14 +143,41 @@ def forward_rows(chunk: Chunk, rows: slice, with_entropy: bool = False) -> tuple
             u += (p * np.maximum(power, NOTHING)).sum(axis=-1, keepdims=True)  # what is hidden weighs 0; 0 · −∞ is NaN
         l *= alpha  # noqa: E741
         l += p.sum(axis=-1, keepdims=True)  # noqa: E741
+        if (factors := factors_of(tile, p)) is not None:
+            p *= factors
         a *= alpha
         a += chunk.spread(seen_product(chunk.stack(p), chunk.v[..., tile.columns, :], chunk.stack_seen(seen, p)))
         m = m_new
+    base = m
+    if (sink := sink_of(chunk)) is not None:  # one more term, whose value is 0
+        base = np.maximum(m, sink)
+        shift = np.where(np.isneginf(base), 0, base)
+        alpha, extra = np.exp(m - shift), np.exp(sink - shift)
+        if u is not None:
+            u = np.where(alpha == 0, 0, alpha * (u + (m - shift) * l)) + extra * np.maximum(sink - shift, NOTHING)
+        l = l * alpha + extra  # noqa: E741
+        a *= alpha
     empty = l == 0
     total = np.where(empty, 1, l)
-    lse = np.where(empty, -np.inf, m + np.log(total))
+    lse = np.where(empty, -np.inf, base + np.log(total))
     entropy = None if u is None else np.where(empty, 0, np.maximum(np.log(total) - u / total, 0))[..., 0]
     return np.where(empty, 0, a / total), lse[..., 0], np.where(np.isnan(lse), lse, m)[..., 0], entropy
+
+
+def sink_of(chunk: Chunk) -> Array | None:
+    """Logits of the chunk's sinks, (*batch, heads_q, 1, 1), in the dtype of the sums; None where there are none."""
+    for modifier in chunk.problem.modifiers:
+        if modifier.kind == "sum":
+            return modifier.logit(chunk.operands).astype(chunk.k.dtype)
+    return None
+
+
+def factors_of(tile: Tile, weights: Array) -> Array | None:
+    """What the weights of a tile are multiplied with behind the softmax, in their dtype; None where nothing is dropped."""
+    for modifier in tile.problem.modifiers:
+        if modifier.kind == "drop":
+            return modifier.weight_factors(tile).astype(weights.dtype, copy=False)
+    return None
 
 
 def column_sums(chunk: Chunk, lse: Array) -> Array:
@@ -200,7 +228,7 @@ def backward(
     block_q: int | None = None,
     block_k: int | None = None,
 ) -> Any:
-    """Gradients of one call: a named tuple (dq, dk, dv, then dbias if the call has a bias).
+    """Gradients of one call: a named tuple (dq, dk, dv, then those of a bias and of sinks).
 
     Parameters
     ----------
@@ -251,6 +279,7 @@ def backward(
                 block_k=block_k,
             ),
         )
+    call = for_twins(call)
     names = differentiable_operands(problem.modifiers)
     dq, dk, dv = (np.empty(x.shape, x.dtype) for x in (call.q, call.k, call.v))
     sums = {name: np.zeros(call.operands[name].shape, problem.accumulator) for name in names}
@@ -286,11 +315,19 @@ def backward_rows(
     delta = np.sum(g * out.astype(q.dtype), axis=-1, keepdims=True)
     if dlse is not None:
         delta -= dlse[..., None]
-    # A row that saw no key passes nothing back whatever stands in it; exp(s − ∞) makes its weights 0.
+    # A row that saw nothing passes nothing back whatever stands in it; exp(s − ∞) makes its weights 0.
     empty = np.isneginf(lse)[..., None]
     for x in (q, g, delta):
         np.copyto(x, 0, where=empty)
     shift = np.where(empty, np.inf, lse[..., None])
+
+    if (sink := sink_of(chunk)) is not None:
+        weight = np.where(np.isneginf(sink), 0, np.exp(np.minimum(sink - shift, 0)))
+        part = np.where(weight == 0, 0, -weight * delta)  # dP of a value of 0 is 0
+        for modifier in chunk.problem.modifiers:
+            if modifier.kind == "sum":
+                (name,) = modifier.differentiable
+                sums[name] += sum_to(part, sums[name].shape)
 
     dq = np.zeros_like(q)
     q_stack, g_stack = chunk.stack(q), chunk.stack(g)
@@ -303,9 +340,12 @@ def backward_rows(
             np.minimum(p, 0, out=p)
         np.exp(p, out=p)
         hide(p, seen, 0)  # not 0 already where the row's L is NaN
-        p_stack, seen_stack = chunk.stack(p), chunk.stack_seen(seen, p)
+        factors = factors_of(tile, p)
+        p_stack, seen_stack = chunk.stack(p if factors is None else p * factors), chunk.stack_seen(seen, p)
         dv[columns] += seen_product(transpose(p_stack), g_stack, transpose(seen_stack))
         ds = chunk.spread(np.matmul(g_stack, v.swapaxes(-1, -2)))
+        if factors is not None:
+            ds *= factors
         ds -= delta
         ds *= p
         hide(ds, seen, 0)

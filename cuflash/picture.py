@@ -213,7 +213,8 @@ def draw_recurrence(
     Notes
     -----
     A block with scores s moves the maximum on, m' = max(m, max s), and what was summed before changes its base by
-    exp(m - m') (Dao et al., arXiv:2205.14135, algorithm 1).  Scores are computed in float64.
+    exp(m - m') (Dao et al., arXiv:2205.14135, algorithm 1).  Scores are computed in float64.  Sinks join behind the last key,
+    and dropout follows: neither shows.
 
     Examples
     --------

@@ -16,7 +16,7 @@ import numpy as np
 from cuflash import abi, tensormap
 from cuflash.backends import Device, select
 from cuflash.errors import UnsupportedError
-from cuflash.gradients import differentiable_operands
+from cuflash.gradients import score_operands
 from cuflash.modifiers import REGISTRY, Scaled
 from cuflash.place import Placed, address, compact, merged_batch, placed
 from cuflash.problem import Call, Problem
@@ -75,7 +75,7 @@ class Plan:
     def arguments(
         self, pointers: Mapping[str, int], encode: Callable[[TensorMap, int], bytes] = tensormap.encode
     ) -> bytearray:
-        """The argument record with these addresses; those not named are null."""
+        """The argument record with these addresses and a call's own numbers; those not named are null."""
         record = bytearray(self.template)
         for name, pointer in pointers.items():
             _POINTER.pack_into(record, self.offsets[name], pointer)
@@ -192,7 +192,7 @@ def plan_backward(
 
 def check_single_terms(problem: Problem, at: Mapping[str, Placed]) -> None:
     """Raise if a gradient of an operand is a sum over elements of the scores: their order is that in which blocks arrive."""
-    for name in differentiable_operands(problem.modifiers):
+    for name in score_operands(problem.modifiers):
         sizes = zip(problem.score_shape, at[f"d{name}"].strides, strict=True)
         shape = tuple(1 if n > 1 and stride == 0 else n for n, stride in sizes)
         if shape != problem.score_shape and all(problem.score_shape):
@@ -256,7 +256,7 @@ def pack(
     offsets = {}
     layout: Mapping[str, Any] = dtype.fields or {}
     for kind, name in abi.fields(direction, names, maps, statistics):
-        if kind in ("View", "Pointer", "TensorMap"):
+        if kind in ("View", "Pointer", "u64", "TensorMap"):
             offsets[name] = layout[name][1]
         elif name in values:
             record[name] = values[name]
@@ -316,6 +316,11 @@ def compacted(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
 def pointers_of(arrays: Mapping[str, Any]) -> dict[str, int]:
     """Addresses of the arrays by field name."""
     return {name: address(array) for name, array in arrays.items()}
+
+
+def arguments_of(call: Call, arrays: Mapping[str, Any]) -> dict[str, int]:
+    """The same, and the numbers of the call itself."""
+    return {**pointers_of(arrays), **call.numbers}
 
 
 def forward_arrays(call: Call, out: Any, lse: Any, **statistics: Any) -> dict[str, Any]:

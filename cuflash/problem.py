@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from numbers import Real
 from typing import Any, Literal, cast
@@ -23,10 +23,12 @@ from cuflash.modifiers import (
     BlockMask,
     Causal,
     Documents,
+    Dropout,
     KeyLengths,
     Mask,
     Modifier,
     Packed,
+    Sinks,
     Softcap,
     Window,
 )
@@ -46,6 +48,7 @@ OPERANDS = {
     "document_q": "ids_q of Documents",
     "document_k": "ids_k of Documents",
     "block_mask": "blocks of BlockMask",
+    "sinks": "logits of Sinks",
 }
 
 
@@ -135,7 +138,8 @@ class Call:
     """A problem and the arrays it was described from, as views with the axes (*batch, heads, seq, dim).
 
     `operands` holds the modifiers' arrays by field name, with the axes (*batch, heads_q, seq_q, seq_k); a length of 1
-    is broadcast.
+    is broadcast.  `numbers` holds integers of theirs that are no part of the problem.  Of a call that was cut out of another,
+    `first_entry` is the number that its first batch entry has there.
     """
 
     problem: Problem
@@ -143,6 +147,16 @@ class Call:
     k: Any
     v: Any
     operands: Mapping[str, Any]
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    first_entry: int = 0
+
+
+def for_twins(call: Call) -> Call:
+    """The call with what the modifiers' twins read besides."""
+    operands = dict(call.operands)
+    for m in call.problem.modifiers:
+        operands |= m.twin_operands(call.problem, call.operands, call.numbers, call.first_entry)
+    return replace(call, operands=operands)
 
 
 def canonical(array: Any, layout: Layout) -> Any:
@@ -195,7 +209,7 @@ def describe(
     if packed is not None:
         check_packable(chain)
         chain.append(packed)
-    chain.sort(key=lambda m: m.order)
+    chain = sorted((m for m in chain if not (isinstance(m, Dropout) and m.threshold == 0)), key=lambda m: m.order)
     problem = Problem(
         dtype=dtype,
         batch=tuple(batch),
@@ -213,7 +227,7 @@ def describe(
     operands = {name: operand(m, name, x, problem) for m in chain for name, x in m.arrays().items()}
     for m in chain:
         operands |= m.derived(operands)
-    return Call(problem, q, k, v, operands)
+    return Call(problem, q, k, v, operands, {name: x for m in chain for name, x in m.numbers().items()})
 
 
 def describe_packed(q: Any, k: Any, v: Any, packed: Packed, **options: Any) -> Call:
@@ -241,8 +255,8 @@ def check_packable(chain: Iterable[Modifier]) -> None:
     for m in chain:
         if isinstance(m, (Bias, Mask, KeyLengths, Documents, BlockMask)):
             raise UnsupportedError(
-                f"{type(m).__name__} with packed sequences: no backend offers it; ALiBi, causal, window and softcap go with "
-                "them, and attention takes one sequence, or a batch of padded ones, with any modifier"
+                f"{type(m).__name__} with packed sequences: no backend offers it; ALiBi, Sinks, Dropout, causal, window and "
+                "softcap go with them, and attention takes one sequence, or a batch of padded ones, with any modifier"
             )
 
 
@@ -371,10 +385,10 @@ def softcap_of(value: Any, dtype: str) -> float:
 
 
 def user_modifiers(modifiers: Any) -> list[Modifier]:
-    allowed = (ALiBi, KeyLengths, Documents, BlockMask)
+    allowed = (ALiBi, KeyLengths, Documents, BlockMask, Sinks, Dropout)
     remedy = (
-        "available are ALiBi(slopes), KeyLengths(lengths), Documents(ids_q, ids_k) and BlockMask(blocks, size); masks, "
-        "bias, windows and softcap are arguments"
+        "available are ALiBi(slopes), KeyLengths(lengths), Documents(ids_q, ids_k), BlockMask(blocks, size), "
+        "Sinks(logits) and Dropout(p, seed, offset); masks, bias, windows and softcap are arguments"
     )
     if isinstance(modifiers, Modifier):
         raise ArgumentError(

@@ -4,13 +4,13 @@ The whole of attention, for one head, with queries Q (seq_q, d), keys K (seq_k, 
 
 * scores       S = scale · Q Kᵀ, changed by softcap, other score modifiers and bias, in this order;
 * visibility   a score whose key may not be seen by its query becomes −∞;
-* softmax      P = exp(S − L) with L = log Σ_j exp(S_j), row by row;
-* output       O = P V.
+* softmax      P = exp(S − L) with L = log Σ_j exp(S_j), row by row; a sink is one more term of the sum;
+* output       O = P V; dropout multiplies P with 0 or 1 / (1 − p) before, element by element.
 
 Backward, for a loss whose gradient is g = dL/dO (and dL/dL = dlse):
 
 * dV = Pᵀ g                       from O = P V;
-* dP = g Vᵀ                       likewise;
+* dP = g Vᵀ                       likewise, both with the factors of dropout;
 * dS = P ∘ (dP − δ + dlse)        softmax, with δ_i = Σ_j P_ij dP_ij = g_i · o_i;
 * dS ← dS ∘ f'                    back through each score modifier f;
 * dQ = scale · dS K, dK = scale · dSᵀ Q.
@@ -31,7 +31,7 @@ from cuflash import segments
 from cuflash.decode_problem import DecodeCall, append, entries
 from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.modifiers import Tile
-from cuflash.problem import Call
+from cuflash.problem import Call, for_twins
 
 Array = NDArray[Any]
 
@@ -63,7 +63,7 @@ def forward(call: Call) -> tuple[Array, Array]:
         return segments.forward(call, np.float64, np.float64, lambda segment: forward(segment.call))
     with np.errstate(all="ignore"):  # infinities and NaN of the input are results here, not accidents
         dense = attend(call)
-        return seen_product(dense.p, dense.seen, dense.v), dense.lse
+        return seen_product(dense.dropped, dense.seen, dense.v), dense.lse
 
 
 def decode(call: DecodeCall) -> tuple[Array, Array]:
@@ -89,7 +89,7 @@ def decode(call: DecodeCall) -> tuple[Array, Array]:
 
 
 def backward(call: Call, dout: Array, dlse: Array | None = None) -> Any:
-    """Gradients of one call, in float64: a named tuple (dq, dk, dv, then dbias if the call has a bias).
+    """Gradients of one call, in float64: a named tuple (dq, dk, dv, then those of a bias and of sinks).
 
     Parameters
     ----------
@@ -124,18 +124,24 @@ def backward(call: Call, dout: Array, dlse: Array | None = None) -> Any:
     with np.errstate(all="ignore"):
         dense = attend(call)
         q, k, v, p, seen = dense.q, dense.k, dense.v, dense.p, dense.seen
-        # A row that sees no key passes nothing back, whatever its gradient holds.
-        empty = ~seen.any(axis=-1, keepdims=True) | np.isneginf(dense.lse)[..., None]
+        # A row that sees neither key nor sink passes nothing back, whatever its gradient holds.
+        empty = np.isneginf(dense.lse)[..., None]
         g = np.where(empty, 0, dout.astype(np.float64))
 
-        dv = seen_product(p.swapaxes(-1, -2), seen.swapaxes(-1, -2), g)
-        dp = g @ v.swapaxes(-1, -2)
-        delta = (g * seen_product(p, seen, v)).sum(axis=-1, keepdims=True)
+        dv = seen_product(dense.dropped.swapaxes(-1, -2), seen.swapaxes(-1, -2), g)
+        dp = dense.factors * (g @ v.swapaxes(-1, -2))
+        delta = (g * seen_product(dense.dropped, seen, v)).sum(axis=-1, keepdims=True)
         if dlse is not None:
             delta = delta - np.where(empty, 0, dlse.astype(np.float64)[..., None])
         ds = np.where(seen & ~empty, p * (dp - delta), 0)
 
         gradients = {}
+        for modifier in problem.modifiers:
+            if modifier.kind == "sum":  # a key whose value is 0, so that its dP is 0
+                (name,) = modifier.differentiable
+                gradients[name] = sum_to(
+                    np.where(dense.p_sink == 0, 0, -dense.p_sink * delta), call.operands[name].shape
+                )
         for modifier, slope in reversed(dense.slopes):
             for name in modifier.differentiable:  # such an operand is added to the scores, so its slope is 1
                 gradients[name] = sum_to(ds, call.operands[name].shape)
@@ -151,7 +157,10 @@ def backward(call: Call, dout: Array, dlse: Array | None = None) -> Any:
 
 
 def weights(call: Call) -> Array:
-    """The weights P, (*batch, heads_q, seq_q, seq_k), in float64: each row sums to 1, or to 0 if it sees no key."""
+    """The weights P, (*batch, heads_q, seq_q, seq_k), in float64, before dropout.
+
+    Each row sums to 1 less the weight of a sink, or to 0 if it sees no key.
+    """
     with np.errstate(all="ignore"):
         return attend(call).p
 
@@ -169,7 +178,7 @@ def statistics(call: Call) -> dict[str, Array]:
     maximum
         max_j S_ij, (*batch, heads_q, seq_q); −∞ in a row that sees no key.
     entropy
-        −Σ_j P_ij log P_ij, (*batch, heads_q, seq_q), in nats; 0 in a row that sees no key.
+        −Σ_j P_ij log P_ij, (*batch, heads_q, seq_q), in nats, a sink counted as a key; 0 in a row that sees no key.
     column_sums
         Σ_i P_ij, (*batch, heads_q, seq_k); 0 for a key that no query sees.
 
@@ -184,9 +193,10 @@ def statistics(call: Call) -> dict[str, Array]:
     with np.errstate(all="ignore"):
         dense = attend(call)
         m = dense.s.max(axis=-1, initial=-np.inf)
+        p = np.concatenate([dense.p, dense.p_sink], axis=-1)
         return {
             "maximum": np.where(np.isnan(dense.lse), np.nan, m),
-            "entropy": -np.where(dense.p == 0, 0, dense.p * np.log(dense.p)).sum(axis=-1) + 0.0,
+            "entropy": -np.where(p == 0, 0, p * np.log(p)).sum(axis=-1) + 0.0,
             "column_sums": dense.p.sum(axis=-2),
         }
 
@@ -220,13 +230,20 @@ class Dense:
     seen: NDArray[np.bool_]
     s: Array  # −∞ where hidden
     p: Array
+    p_sink: Array  # weights of the sinks, (*batch, heads_q, seq_q, 1); 0 where there is none
     lse: Array
     slopes: list[tuple[Any, Array | None]]  # each score modifier with its derivative; None is 1
+    factors: Array  # of the weights behind the softmax; 1 without dropout
+
+    @property
+    def dropped(self) -> Array:
+        """The weights that meet the values."""
+        return self.p * self.factors
 
 
 def attend(call: Call) -> Dense:
     """Scores, visibility and softmax."""
-    problem = call.problem
+    call, problem = for_twins(call), call.problem
     q = call.q.astype(np.float64)
     k, v = (x.astype(np.float64).repeat(problem.group, axis=-3) for x in (call.k, call.v))
     tile, seen = whole(call), visible(call)
@@ -237,16 +254,35 @@ def attend(call: Call) -> Dense:
         if modifier.kind == "score":
             slopes.append((modifier, modifier.slope(s, tile)))
             s = modifier.apply(s, tile)
-    p, lse = softmax(s, seen)
-    return Dense(q, k, v, seen, np.where(seen, s, -np.inf), p, lse, slopes)
+    sink = sink_of(tile)
+    p, lse = softmax(s, seen, sink)
+    p_sink = np.where(np.isneginf(sink), 0, np.exp(sink - lse[..., None]))
+    return Dense(q, k, v, seen, np.where(seen, s, -np.inf), p, p_sink, lse, slopes, weight_factors(tile))
 
 
-def softmax(s: Array, seen: NDArray[np.bool_]) -> tuple[Array, Array]:
-    """Weights and log-sum-exp of scores by row, over the keys in `seen`."""
+def weight_factors(tile: Tile) -> Array:
+    """What weights are multiplied with behind the softmax; axes along which nothing changes may be of length 1."""
+    for modifier in tile.problem.modifiers:
+        if modifier.kind == "drop":
+            return modifier.weight_factors(tile)
+    return np.ones((1, 1))
+
+
+def sink_of(tile: Tile) -> Array:
+    """The logit of a further key that every query sees, with the axes (*batch, heads_q, 1, 1); −∞ is none."""
+    for modifier in tile.problem.modifiers:
+        if modifier.kind == "sum":
+            return modifier.logit(tile.operands).astype(np.float64)
+    return np.full((1, 1), -np.inf)
+
+
+def softmax(s: Array, seen: NDArray[np.bool_], sink: Array) -> tuple[Array, Array]:
+    """Weights and log-sum-exp of scores by row, over the keys in `seen` and the sink."""
     s = np.where(seen, s, -np.inf)
-    m = s.max(axis=-1, keepdims=True, initial=-np.inf)
-    e = np.exp(s - np.where(np.isneginf(m), 0, m))  # −∞ − (−∞) would be NaN: an empty row is shifted by 0
-    total = e.sum(axis=-1, keepdims=True)
+    m = np.maximum(s.max(axis=-1, keepdims=True, initial=-np.inf), sink)
+    shift = np.where(np.isneginf(m), 0, m)  # −∞ − (−∞) would be NaN: an empty row is shifted by 0
+    e = np.exp(s - shift)
+    total = e.sum(axis=-1, keepdims=True) + np.exp(sink - shift)
     p = np.where(seen & (total != 0), e / np.where(total == 0, 1, total), 0)
     lse = np.where(total == 0, -np.inf, m + np.log(np.where(total == 0, 1, total)))
     return p, lse[..., 0]

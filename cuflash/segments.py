@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cuflash.gradients import gradients_type
+from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.modifiers import Packed
 from cuflash.problem import Call
 
@@ -31,7 +31,7 @@ def cut(call: Call) -> Iterator[Segment]:
     chain = tuple(m for m in problem.modifiers if not isinstance(m, Packed))
     operands = {name: x for name, x in call.operands.items() if name not in Packed.operand_attributes()}
     offsets_q, offsets_k = (call.operands[name].ravel().tolist() for name in Packed.operand_attributes())
-    for bounds_q, bounds_k in zip(pairwise(offsets_q), pairwise(offsets_k), strict=True):
+    for number, (bounds_q, bounds_k) in enumerate(zip(pairwise(offsets_q), pairwise(offsets_k), strict=True)):
         rows, columns = slice(*bounds_q), slice(*bounds_k)
         lengths = {"seq_q": rows.stop - rows.start, "seq_k": columns.stop - columns.start}
         part = Call(
@@ -40,6 +40,8 @@ def cut(call: Call) -> Iterator[Segment]:
             call.k[..., columns, :],
             call.v[..., columns, :],
             operands,
+            call.numbers,
+            first_entry=number,
         )
         yield Segment(part, rows, columns)
 
@@ -55,10 +57,14 @@ def forward(
 
 
 def backward(call: Call, dtype: Any, compute: Callable[[Segment], Any]) -> Any:
-    """Gradients from those of each segment; 0 behind the last one."""
+    """Gradients from those of each segment, those of operands summed over them; 0 behind the last one."""
     dq, dk, dv = (np.zeros(x.shape, dtype) for x in (call.q, call.k, call.v))
+    names = differentiable_operands(call.problem.modifiers)
+    sums = {f"d{name}": np.zeros(call.operands[name].shape, call.operands[name].dtype) for name in names}
     for segment in cut(call):
         gradients = compute(segment)
         dq[..., segment.rows, :] = gradients.dq
         dk[..., segment.columns, :], dv[..., segment.columns, :] = gradients.dk, gradients.dv
-    return gradients_type()(dq, dk, dv)
+        for name, total in sums.items():
+            total += getattr(gradients, name)
+    return gradients_type(names)(dq, dk, dv, *sums.values())

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 
 from cuflash import abi, instructions
-from cuflash.modifiers import REGISTRY, Modifier, Packed
+from cuflash.modifiers import REGISTRY, Dropout, Modifier, Packed
 from cuflash.variant import ELEMENTS, Variant
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"[^\n]*$', re.MULTILINE)
@@ -72,6 +72,8 @@ def prologue(variant: Variant) -> str:
             *(m.cuda.strip() for m in chain),
             _score([m for m in chain if m.kind == "score"]),
             _visibility([m for m in chain if m.kind == "range"], [m for m in chain if m.kind == "mask"]),
+            _sum([m for m in chain if m.kind == "sum"]),
+            _drop([m for m in chain if m.kind == "drop"]),
             _operand_gradients(variant, chain),
         ]
     )
@@ -135,9 +137,28 @@ def _visibility(ranges: list[type[Modifier]], masks: list[type[Modifier]]) -> st
 }};"""
 
 
+def _sum(chain: list[type[Modifier]]) -> str:
+    """`sink_of(p, place)` is the logit, in powers of two, that joins the sum of every row of a place."""
+    found = "".join(f"{m.__name__}::logit(p, place)" for m in chain[:1]) or "-infinity<Real>()"
+    return f"""constexpr bool kHasSinks = {str(bool(chain)).lower()};
+__device__ __forceinline__ Real sink_of(const Params& p, const Place& place) {{ return {found}; }}"""
+
+
+def _drop(chain: list[type[Modifier]]) -> str:
+    """Whether weights are dropped; without it the numbers by which they are do not matter."""
+    if chain:
+        return "constexpr bool kDrops = true;"
+    none = " ".join(
+        f"{_QUALIFIERS} {kind} {name}(const Params&) {{ return 0; }}"
+        for kind, name in (("u64", "seed"), ("u64", "offset"), ("u32", "threshold"), ("Real", "scale"))
+    )
+    return f"constexpr bool kDrops = false;\nstruct {Dropout.__name__} {{ {none} }};"
+
+
 def _operand_gradients(variant: Variant, chain: list[type[Modifier]]) -> str:
-    """`for_each_operand_gradient(p, f)` calls f with the view of every differentiable operand's gradient."""
-    views = [f"d{name}" for m in chain for name in m.differentiable] if variant.direction == "backward" else []
+    """`for_each_operand_gradient(p, f)` calls f with the view of the gradient of every operand that is added to scores."""
+    names = [name for m in chain if m.kind == "score" for name in m.differentiable]
+    views = [f"d{name}" for name in names] if variant.direction == "backward" else []
     calls = " ".join(f"f(p.{view});" for view in views)
     return f"""constexpr bool kHasOperandGradients = {str(bool(views)).lower()};
 template <class Function> __device__ __forceinline__ void for_each_operand_gradient(const Params& p, Function f) {{ {calls} }}"""

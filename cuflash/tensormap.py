@@ -7,7 +7,8 @@ Where sequences are packed, the hardware keeps each apart from the next: rows ou
 so a map has to end where a sequence does.  Its fourth axis, which no batch needs, walks over rows a second time.  A sequence is
 laid against the end of the axis of rows, and the fourth axis brings it back to its place: its row i, of n that end before
 row e of the array's `rows`, has the coordinates rows - n + i and e, and lies e - n + i rows behind the beginning of the array
-if the map begins `rows` rows before it.  Only rows from 0 on are ever reached (attention/index.cuh, `described`).
+if the map begins `rows` rows before it.  Only rows from 0 on are ever reached (attention/index.cuh, `described`), and no box
+lies outside as a whole: for those the hardware seems to look at the map's beginning, where there may be no memory.
 """
 
 from __future__ import annotations
@@ -22,11 +23,17 @@ from cuflash.place import Placed, merged_batch
 from cuflash.problem import Problem
 
 PANEL_COLUMNS = 64
+PANEL_ALIGNMENT = 1024  # bytes, of what swizzled copies fill
 ELEMENTS = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 SWIZZLE_128B, PROMOTION_L2_128B = 3, 2
 MAX_STRIDE = 1 << 40
 ARRAYS = ("q", "k", "v", "out", "dout", "dk", "dv")  # those that kernels reach through maps
 _VALUE_WIDE = ("v", "out", "dout", "dv")  # arrays of head_dim_v columns
+
+
+def panel_bytes(rows: int, columns: int) -> int:
+    """Shared memory of a PanelTile of hw/copy_tma.cuh."""
+    return -(-columns // PANEL_COLUMNS) * rows * 2 * PANEL_COLUMNS
 
 
 @dataclass(frozen=True)

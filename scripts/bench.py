@@ -4,6 +4,7 @@
     python scripts/bench.py --suite foundation --cpu --out scripts/results/cpu-foundation.json
     python scripts/bench.py --suite hopper --peers all --out scripts/results/h200-hopper.json
     python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
+    python scripts/bench.py --suite turns --out scripts/results/h200-turns.json
     python scripts/bench.py --suite packed --peers all --out scripts/results/h200-packed.json
     python scripts/bench.py --suite decode --peers all --out scripts/results/h200-decode.json
     python scripts/bench.py --suite jax --out scripts/results/h200-jax.json
@@ -416,6 +417,26 @@ def hopper(session: Session) -> None:
                 measure_speed(session, "hopper", shape, "bfloat16", causal, peers, backends=("wgmma",), cooled=True)
 
 
+def turns(session: Session) -> None:
+    """The backward with deterministic=True beside the one without, by each backend for tensor cores."""
+    lengths = (4096,) if session.quick else (1024, 4096, 16384)
+    for head_dim, seq, causal, backend in product((64, 128, 256), lengths, (False, True), ("wgmma", "mma")):
+        heads = 2048 // head_dim
+        shape = Shape(16384 // seq, heads, heads, seq, seq, head_dim, head_dim)
+        common: Row = {"dtype": "bfloat16", **asdict(shape), "causal": causal, "backend": backend}
+        with session.part("turns", "cuflash", **common):
+            q, k, v, dout = Data.make(shape, "bfloat16", with_tensors=False).arrays
+            options = {"causal": causal, "backend": backend}
+            out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+
+            def backward(deterministic: bool, given: Any = (dout, q, k, v, out, lse), options: Any = options) -> Any:
+                return cuflash.attention_backward(*given, deterministic=deterministic, **options)
+
+            ms = rotate({"free": lambda: backward(False), "turns": lambda: backward(True)}, session.rounds)
+            row = {"direction": "backward", **common, "ms": ms["turns"], "ms_free": ms["free"]}
+            session.add("turns", "cuflash", **row, tflops=shape.operations("backward", causal) / ms["turns"] / 1e9)
+
+
 def compile_fa4() -> None:
     """In as many processes as there are kinds of calls; what fails here becomes a row later."""
     kinds = {(d, dv, hq, hk, causal) for d, dv, _, hq, hk, _ in HOPPER_SHAPES for causal in (0, 1)}
@@ -778,6 +799,7 @@ SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[S
     "foundation": ((tensor_cores, wide_types, memory, host_time, first_call), (processor,)),
     "hopper": ((hopper,), ()),
     "sparse": ((sparse,), (sparse_processor,)),
+    "turns": ((turns,), ()),
     "packed": ((packed,), (packed_processor,)),
     "decode": (bench_decode.SUITE, ()),
     "jax": (bench_jax.SUITE, bench_jax.PROCESSOR),

@@ -28,7 +28,7 @@ Array = Any
 Call = Callable[[], Any]
 Row = dict[str, Any]
 
-LIMIT_S = 35  # no further part is begun after this
+LIMIT_S = 90  # no further part is begun after this
 BATCH_MS = 10.0  # a timed batch of calls fills at least this long
 LARGEST_ERROR = 1e-2  # relative, in norm: bfloat16
 #: batch, seq and whether causal, at head_dim 128 and 16 heads; what matters most comes first

@@ -112,13 +112,15 @@ def run(case: Case) -> None:
             cuflash.KeyLengths(cupy.asarray(np.array([120], np.int32))),
             cuflash.Documents(*(cupy.asarray(np.arange(n, dtype=np.int32) // 50) for n in (seq_q, seq_k))),
             cuflash.BlockMask(cupy.asarray(rng.random((4, 5, 9)) < 0.7), 16),
+            cuflash.Sinks(cupy.asarray(rng.random(4).astype(real))),
+            cuflash.Dropout(0.3, 7, cupy.asarray(1)),
         ),
     }
     if case.options == "plain":
         options = {}
     if case.backend == "wgmma":  # which leaves these to others
-        sparse = (cuflash.Documents, cuflash.BlockMask)
-        options["modifiers"] = tuple(m for m in options.get("modifiers", ()) if not isinstance(m, sparse))
+        others = (cuflash.Documents, cuflash.BlockMask, cuflash.Dropout)
+        options["modifiers"] = tuple(m for m in options.get("modifiers", ()) if not isinstance(m, others))
     options["backend"] = case.backend
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
     if case.options == "statistics":

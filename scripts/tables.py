@@ -360,6 +360,18 @@ def decode(rows: list[Row]) -> str:
     return markdown((*header, *(f"{n}, single calls" for n in names)), lines, left=2)
 
 
+def turns(rows: list[Row]) -> str:
+    """What deterministic=True costs a backward."""
+    lines = []
+    for row in rows:
+        shape = f"{seq_and_batch(row)}, {row['backend']}"
+        cost = f"{row['ms'] / row['ms_free'] - 1:+.0%}"
+        times = [text.milliseconds(row[name]) for name in ("ms_free", "ms")]
+        lines.append((shape, "causal" if row["causal"] else "full", *times, cost))
+    header = ("batch x heads x seq x head_dim", "mask", "backward", "deterministic", "cost")
+    return markdown(header, lines, left=2)
+
+
 def onnx(rows: list[Row]) -> str:
     """How many of ONNX's node tests each backend passes, by opset, and what becomes of the others."""
     opsets = sorted({row["opset"] for row in rows})
@@ -392,6 +404,7 @@ TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "processor": processor,
     "sparse": sparse,
     "sparse processor": sparse,
+    "turns": turns,
     "packed": packed,
     "packed processor": packed,
     "onnx": onnx,

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from cuflash import problem
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Modifier
+from cuflash.modifiers import ALiBi, BlockMask, Documents, Dropout, KeyLengths, Modifier, Sinks
 from cuflash.problem import canonical
 
 DTYPES = {
@@ -27,8 +27,8 @@ DTYPES = {
 class Case:
     """One call.
 
-    `mask`, `bias` and `blocks` say their axes by letters: "qk" is (seq_q, seq_k), "b11k" (*batch, 1, 1, seq_k); those of
-    `blocks` count blocks.  `documents` is a key of `DOCUMENTS`.  `strides` is for q, k, v, dout, mask and bias alike.
+    `mask`, `bias`, `blocks` and `sinks` say their axes by letters: "qk" is (seq_q, seq_k), "b11k" (*batch, 1, 1, seq_k);
+    those of `blocks` count blocks.  `documents` is a key of `DOCUMENTS`.  `strides` is for q, k, v, dout, mask and bias alike.
     """
 
     name: str
@@ -53,6 +53,8 @@ class Case:
     blocks: str | None = None
     block_size: tuple[int, int] = (16, 16)
     block_density: float = 0.4
+    sinks: str | None = None
+    dropout: float | None = None
     dlse: bool = False
     values: str = "normal"
     strides: str = "contiguous"
@@ -95,6 +97,12 @@ class Case:
             counts = [-(-n // size) for n, size in zip((self.seq_q, self.seq_k), self.block_size, strict=True)]
             shape = replace(self, seq_q=counts[0], seq_k=counts[1]).axes(self.blocks)
             modifiers.append(BlockMask(rng.random(shape) < self.block_density, self.block_size))
+        if self.sinks is not None:
+            logits = 1.5 * rng.standard_normal(self.axes(self.sinks)) + 1
+            modifiers.append(Sinks(logits.astype(statistics)))
+        if self.dropout is not None:
+            seed_of_call, offset = (int(rng.integers(1 << 63)) * 2 + 1 for _ in range(2))
+            modifiers.append(Dropout(self.dropout, seed_of_call, offset))
         options = {
             "scale": self.scale,
             "causal": self.causal,
@@ -320,6 +328,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "lengths": (3, 45),
         "dlse": True,
     },
+}
+
+#: What acts behind the scores, in tests of its own.
+SINKS: dict[str, dict[str, Any]] = {
+    "sinks": {"sinks": "h", "dlse": True},
+    "sinks-batch": {"sinks": "bh", "heads_q": 4, "causal": True, "seq_q": 45, "seq_k": 33, "dlse": True},
+    "sinks-number": {"sinks": "1", "scale": -0.3, "lengths": (0, 45)},
+    "sinks-everything": {**OPTIONS["everything"], "sinks": "b1"},
+}
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout": 0.3, "dlse": True},
+    "dropout-causal": {"dropout": 0.75, "heads_q": 4, "causal": True, "seq_q": 45, "seq_k": 33, "dlse": True},
+    "dropout-few": {"dropout": 2**-16, "scale": -0.3, "window": (9, 30), "batch": (2, 1, 2)},
+    "dropout-everything": {**OPTIONS["everything"], "sinks": "b1", "dropout": 0.5, "documents": "packed alike"},
 }
 
 #: Every option once, at lengths that cross the edge of a 64-wide tile.

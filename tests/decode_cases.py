@@ -3,13 +3,14 @@
 What is expected comes from plain attention of each entry of the batch over the keys that it has.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cuflash import decode_problem, problem
-from cuflash.modifiers import ALiBi
+from cuflash.modifiers import ALiBi, Modifier, Sinks
 from cuflash.problem import canonical
 from tests.cases import DTYPES, STRIDES
 from tests.tolerance import Expectation
@@ -37,6 +38,7 @@ class DecodeCase:
     softcap: float | None = None
     scale: float | None = None
     alibi: str | None = None
+    sinks: str | None = None
     strides: str = "contiguous"
     layout: str = "bhsd"
     values: float = 1.0
@@ -88,21 +90,24 @@ class DecodeCase:
             name: place(np.ascontiguousarray(canonical(x, self.layout)))
             for name, x in {"q": q, "k_cache": cache(keys, cached), "v_cache": cache(values, cached), **new}.items()
         }
-        slopes = None
+        shapes = {"h": (self.heads_q,), "bh": (batch, self.heads_q)}
+        statistics = np.float64 if self.dtype == "float64" else np.float32
+        chain: list[Modifier] = []
         if self.alibi:
-            shape = {"h": (self.heads_q,), "bh": (batch, self.heads_q)}[self.alibi]
-            slopes = rng.uniform(0.05, 0.5, shape).astype(np.float64 if self.dtype == "float64" else np.float32)
+            chain.append(ALiBi(rng.uniform(0.05, 0.5, shapes[self.alibi]).astype(statistics)))
+        if self.sinks:
+            chain.append(Sinks(rng.standard_normal(shapes[self.sinks]).astype(statistics)))
         options = {
             "scale": self.scale,
             "causal": self.causal,
             "window": self.window,
             "softcap": self.softcap,
-            "modifiers": () if slopes is None else (ALiBi(slopes),),
+            "modifiers": tuple(chain),
             "layout": self.layout,
         }
         lengths = None if self.full else np.array(self.lengths, np.int32)
         after = (cache(keys, totals), cache(values, totals))
-        return Made(self, arrays, lengths, table, options, q, keys, values, slopes, after)
+        return Made(self, arrays, lengths, table, options, q, keys, values, after)
 
     def table(self, rng: np.random.Generator, totals: list[int]) -> np.ndarray:
         """Pages in random order, no number in the places that are not used."""
@@ -127,20 +132,23 @@ class Made:
     q: np.ndarray
     keys: list[np.ndarray]
     values: list[np.ndarray]
-    slopes: np.ndarray | None
     after: tuple[np.ndarray, np.ndarray]  # caches when the call has run, (batch or pages, heads_k, seq, dim)
 
     def call(self) -> decode_problem.DecodeCall:
         """The described call."""
         return decode_problem.describe(self.arrays, self.lengths, self.table, **self.options)
 
+    def modifiers(self, place: Callable[[np.ndarray], Any]) -> tuple[Modifier, ...]:
+        """The modifiers, their arrays placed somewhere else."""
+        attributes = [(m, *m.operand_attributes().values()) for m in self.options["modifiers"]]
+        return tuple(replace(m, **{name: place(getattr(m, name))}) for m, name in attributes)
+
     def expectations(self) -> list[Expectation]:
         """What each entry must return."""
         found = []
         for entry, (k, v) in enumerate(zip(self.keys, self.values, strict=True)):
             options = {**self.options, "layout": "bhsd"}
-            if self.slopes is not None:
-                options["modifiers"] = (ALiBi(self.slopes[entry] if self.slopes.ndim == 2 else self.slopes),)
+            options["modifiers"] = self.modifiers(lambda x, entry=entry: x[entry] if x.ndim == 2 else x)
             found.append(Expectation(problem.describe(self.q[entry], k, v, **options)))
         return found
 
@@ -178,6 +186,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 2.0, "seq_q": 2},
     "alibi": {"alibi": "h", "seq_q": 2},
     "alibi-by-entry": {"alibi": "bh", "window": (20, None)},
+    "sinks": {"sinks": "h", "seq_q": 2},
+    "sinks-by-entry": {"sinks": "bh", "alibi": "h", "lengths": (33, 0)},
     "negative-scale": {"scale": -1.5},
     "append": {"seq_q": 2, "seq_new": 2},
     "append-more": {"seq_q": 1, "seq_new": 5, "causal": False},

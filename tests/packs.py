@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import arrays, problem, segments
-from cuflash.modifiers import ALiBi
+from cuflash import arrays, problem, reference, segments
+from cuflash.modifiers import ALiBi, Dropout, Modifier, Sinks
 from cuflash.problem import Call
 from tests.cases import DTYPES, STRIDES
-from tests.tolerance import Expectation, assert_zero
+from tests.tolerance import Expectation, assert_close, assert_zero
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Pack:
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
     alibi: bool = False
+    sinks: bool = False
+    dropout: float | None = None
     dlse: bool = False
     strides: str = "contiguous"
 
@@ -53,7 +55,13 @@ class Pack:
             "dout": (total_q, self.heads_q, head_dim_v),
         }
         made = {n: STRIDES[self.strides](rng.standard_normal(s).astype(dtype)) for n, s in shapes.items()}
-        chain = (ALiBi(rng.uniform(0.05, 0.5, self.heads_q).astype(statistics)),) if self.alibi else ()
+        chain: tuple[Modifier, ...] = (
+            (ALiBi(rng.uniform(0.05, 0.5, self.heads_q).astype(statistics)),) if self.alibi else ()
+        )
+        if self.sinks:
+            chain += (Sinks(rng.standard_normal(self.heads_q).astype(statistics)),)
+        if self.dropout is not None:
+            chain += (Dropout(self.dropout, 1 << 40, 3),)
         options = {name: getattr(self, name) for name in ("scale", "causal", "window", "softcap")}
         return {
             **made,
@@ -99,12 +107,18 @@ class Judge:
         assert lse is None or np.isneginf(lse[..., self.rows]).all()
 
     def check_backward(self, gradients: Any) -> None:
-        """Check a `Gradients`."""
-        for part, expectation in self.parts:
-            own = {"dq": part.rows, "dk": part.columns, "dv": part.columns}
-            expectation.check_backward(
-                gradients._replace(**{name: getattr(gradients, name)[..., at, :] for name, at in own.items()})
-            )
+        """Check a `Gradients`; those of operands are sums over the segments."""
+        references = [reference.backward(part.call, e.dout, e.dlse) for part, e in self.parts]
+        for (part, expectation), own in zip(self.parts, references, strict=True):
+            at = {"dq": part.rows, "dk": part.columns, "dv": part.columns}
+            rows = {name: getattr(gradients, name)[..., positions, :] for name, positions in at.items()}
+            shared = {name: getattr(own, name).astype(getattr(gradients, name).dtype) for name in own._fields[3:]}
+            expectation.check_backward(gradients._replace(**rows, **shared))
+        for name in gradients._fields[3:] if self.parts else ():
+            want = sum(getattr(own, name) for own in references)
+            plain = sum(e.plain[name] for _, e in self.parts)
+            floor = sum(e.floors[name] for _, e in self.parts)
+            assert_close(getattr(gradients, name), want, plain, name, floor)
         behind = {"dq": self.rows, "dk": self.columns, "dv": self.columns}
         for name, at in behind.items():
             assert_zero(getattr(gradients, name)[..., at, :], True, f"{name} behind the last segment")

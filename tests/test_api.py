@@ -299,7 +299,10 @@ def test_every_call_documents_every_parameter(call: Any) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["api", "numpy_backend", "reference", *(f"modifiers.{n}" for n in ("alibi", "blocks", "documents", "lengths"))],
+    [
+        *("api", "numpy_backend", "reference"),
+        *(f"modifiers.{name}" for name in ("alibi", "blocks", "documents", "dropout", "lengths", "sinks")),
+    ],
 )
 def test_examples_in_the_documentation_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"cuflash.{module}"))

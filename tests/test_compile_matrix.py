@@ -126,6 +126,15 @@ def entries() -> Iterator[Entry]:
             yield Entry(arch, dtype, size, size, option, statistics=STATISTICS)
     for arch, dtype in product((75, 90), ("float32", "float64")):
         yield Entry(arch, dtype, 128, 128, "everything", statistics=STATISTICS)
+    for arch, dtype in ((80, "bfloat16"), (90, "float64")):
+        yield Entry(arch, dtype, 128, 128, "sinks-causal")
+    yield Entry(80, "bfloat16", 128, 128, "sinks-everything", statistics=STATISTICS)
+    for size, lengths in ((64, LONG), (128, MEDIUM)):
+        yield hopper("bfloat16", (size, size), "sinks-causal", lengths)
+    yield Entry(80, "bfloat16", 128, 128, "dropout-causal")
+    yield Entry(80, "bfloat16", 128, 128, "packed-dropout", deterministic=True)
+    for arch, dtype, size in ((75, "float16", 128), (90, "bfloat16", 256), (90, "float32", 128)):
+        yield Entry(arch, dtype, size, size, "dropout-everything")
     for name, option in product(STATISTICS, ("plain", "sparse-everything")):
         yield Entry(80, "bfloat16", 128, 128, option, aligned=option == "plain", statistics=(name,))
     # What takes the most registers of each tile; what many modifiers take is much the same for all head sizes.
@@ -195,6 +204,7 @@ def decode_entries() -> Iterator[tuple[int, Variant]]:
     for size, rows in product(((16, 16), (128, 128)), (4, 16)):
         for option in ("causal", "alibi"):
             yield from ((90, v) for v in decode_variants(90, "float16", *size, option, rows=rows))
+    yield from ((80, v) for v in decode_variants(80, "bfloat16", 128, 128, "sinks", paged=True))
     plain = ((75, "float16"), (75, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64"), (120, "float64"))
     for (arch, dtype), size, rows in product(plain, ((64, 64), (256, 256)), (1, 4, 16)):
         if not FULL and (arch, dtype) not in plain[::3] and (size[0] == 64) != (rows == 4):

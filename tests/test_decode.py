@@ -194,12 +194,12 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...], type[Exception]]] = {
     "KeyLengths": ({"modifiers": (cuflash.KeyLengths([1, 1]),)}, ("KeyLengths", "lengths="), ArgumentError),
     "Documents": (
         {"modifiers": (cuflash.Documents(np.zeros(2, int), np.zeros(64, int)),)},
-        ("Documents", "ALiBi only", "cuflash.attention"),
+        ("Documents", "ALiBi and Sinks only", "cuflash.attention"),
         ArgumentError,
     ),
     "BlockMask": (
         {"modifiers": (cuflash.BlockMask(np.ones((1, 1), bool), 64),)},
-        ("BlockMask", "ALiBi only"),
+        ("BlockMask", "ALiBi and Sinks only"),
         ArgumentError,
     ),
     "slopes": ({"modifiers": (cuflash.ALiBi([1.0, 2.0, 3.0]),)}, ("slopes of ALiBi", "(3,)", "heads_q"), ShapeError),

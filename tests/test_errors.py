@@ -21,6 +21,7 @@ from cuflash import (
     Documents,
     KeyLengths,
     ShapeError,
+    Sinks,
     UnsupportedError,
 )
 from cuflash.modifiers import Modifier
@@ -39,10 +40,10 @@ def good() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Dropout(Modifier):
+class Foreign(Modifier):
     """A modifier that does not exist in this version."""
 
-    name: ClassVar[str] = "dropout"
+    name: ClassVar[str] = "foreign"
     p: float = 0.1
 
 
@@ -163,7 +164,7 @@ INPUT_CASES = [
     case("one modifier", "modifiers=ALiBi(", "sequence", "(ALiBi(),)", modifiers=ALiBi([1, 2, 3, 4])),
     case("modifiers None", "modifiers=None", "sequence", "KeyLengths(lengths)", modifiers=None),
     case("a class", "modifiers contains <class", "ALiBi(slopes)", modifiers=[ALiBi]),
-    case("dropout is not there yet", "modifiers contains Dropout(", "no modifier", "ALiBi", modifiers=[Dropout()]),
+    case("a foreign one", "modifiers contains Foreign(", "no modifier", "ALiBi", modifiers=[Foreign()]),
     case("twice", "alibi 2 times", "at most once", "combine", modifiers=[ALiBi([1.0] * 4), ALiBi([1.0] * 4)]),
     case("lengths absent", "lengths of KeyLengths is None", "numpy.asarray", modifiers=[KeyLengths()]),
     case("lengths float", "lengths of KeyLengths", "float64", "int32", modifiers=[KeyLengths([1.0, 2.0])]),
@@ -195,6 +196,11 @@ INPUT_CASES = [
         "(*batch, heads_q, ceil(seq_q / 4), ceil(seq_k / 4)) = (2, 4, 2, 2)",
         modifiers=[BlockMask(np.ones((2, 3), bool), 4)],
     ),
+    case("logits absent", "logits of Sinks is None", "numpy.asarray", modifiers=[Sinks()]),
+    case("logits complex", "logits of Sinks has dtype complex128", "real", modifiers=[Sinks([1j] * 4)]),
+    case("logits bool", "logits of Sinks has dtype bool", "astype", modifiers=[Sinks([True] * 4)]),
+    shape_case("logits per key head", "logits of Sinks has shape (2,)", "(2, 4)", modifiers=[Sinks([1.0, 2.0])]),
+    case("two Sinks", "sinks 2 times", "at most once", modifiers=[Sinks([0.0] * 4), Sinks([0.0] * 4)]),
     shape_case("slopes per key head", "slopes of ALiBi has shape (2,)", "(2, 4)", modifiers=[ALiBi([1.0, 2.0])]),
 ]
 

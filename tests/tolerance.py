@@ -17,8 +17,9 @@ rounding of each stored intermediate, these added as random errors are, by squar
 import numpy as np
 
 from cuflash import reference
-from cuflash.gradients import differentiable_operands
+from cuflash.gradients import score_operands
 from cuflash.modifiers import Tile
+from cuflash.problem import for_twins
 from cuflash.reference import sum_groups, sum_to
 
 FEW = 4  # units in the last place of the accumulator
@@ -70,15 +71,16 @@ class Expectation:
         self.seen = reference.visible(call)
         self.out, self.lse = reference.forward(call)
         self.plain = plain_attention(call, dout, dlse)
-        self.floors = floors(call, dout)
+        self.floors = floors(call, dout, dlse)
 
     def check_forward(self, out, lse=None):
         """Check an output and, if given, a log-sum-exp; returns the largest error in units of what is allowed."""
         empty = ~self.seen.any(axis=-1)
         assert_zero(out, empty[..., None], "out")
+        empty &= np.isneginf(plain_sink(self.call)[..., 0])
         ratios = [assert_close(out, self.out, self.plain["out"], "out", self.floors["out"])]
         if lse is not None:
-            assert np.isneginf(lse[empty]).all(), f"lse of rows that see no key is {lse[empty]}: must be -inf"
+            assert np.isneginf(lse[empty]).all(), f"lse of rows that see nothing is {lse[empty]}: must be -inf"
             want, plain = self.lse[..., None], self.plain["lse"][..., None]
             ratios.append(assert_close(lse[..., None], want, plain, "lse", self.floors["lse"]))
         return max(ratios)
@@ -110,8 +112,8 @@ class Expectation:
         assert_zero(gradients.dq, empty_row[..., None], "dq")
         assert_zero(gradients.dk, unseen_key, "dk")
         assert_zero(gradients.dv, unseen_key, "dv")
-        for name in want._fields[3:]:
-            got = getattr(gradients, name)
+        for name in score_operands(self.call.problem.modifiers):
+            got = getattr(gradients, name := f"d{name}")
             assert_zero(got, sum_to(self.seen, got.shape) == 0, name)
         return max(
             assert_close(getattr(gradients, name), getattr(want, name), self.plain[name], name, self.floors[name])
@@ -121,6 +123,7 @@ class Expectation:
 
 def plain_attention(call, dout=None, dlse=None):
     """out, lse and, with `dout`, the gradients by name, of dense attention that rounds what it would store."""
+    call = for_twins(call)
     problem, dtype = call.problem, call.q.dtype
     accumulator = np.dtype(problem.accumulator)
 
@@ -139,20 +142,24 @@ def plain_attention(call, dout=None, dlse=None):
                 slopes.append((modifier, modifier.slope(s, tile)))
                 s = modifier.apply(s, tile)
         assert s.dtype == accumulator, f"the twins turned {accumulator} scores into {s.dtype}"
-        s = np.where(seen, s, -np.inf)
-        m = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        s, sink = np.where(seen, s, -np.inf), plain_sink(call)
+        m = np.maximum(s.max(axis=-1, keepdims=True, initial=-np.inf), sink)
         e = np.exp(s - np.where(np.isneginf(m), 0, m))
-        total = e.sum(axis=-1, keepdims=True)
+        e_sink = np.exp(sink - np.where(np.isneginf(m), 0, m))
+        total = e.sum(axis=-1, keepdims=True) + e_sink
         lse = np.where(total == 0, -np.inf, m + np.log(np.where(total == 0, 1, total)))
         p = e / np.where(total == 0, 1, total)
-        result = {"out": (stored(p) @ v).astype(dtype), "lse": lse[..., 0].astype(accumulator)}
+        factors = np.asarray(reference.weight_factors(tile), accumulator)
+        result = {"out": (stored(p * factors) @ v).astype(dtype), "lse": lse[..., 0].astype(accumulator)}
         if dout is None:
             return result
         g = np.where(np.isneginf(lse), 0, dout.astype(accumulator))
         delta = (g * result["out"].astype(accumulator)).sum(axis=-1, keepdims=True)
         if dlse is not None:
             delta -= np.where(np.isneginf(lse), 0, dlse.astype(accumulator)[..., None])
-        ds = p * (g @ v.swapaxes(-1, -2) - delta)
+        if "sinks" in call.operands:
+            result["dsinks"] = sum_to(-e_sink / np.where(total == 0, 1, total) * delta, call.operands["sinks"].shape)
+        ds = p * (factors * (g @ v.swapaxes(-1, -2)) - delta)
         for modifier, slope in reversed(slopes):
             for name in modifier.differentiable:
                 operand = call.operands[name]
@@ -162,7 +169,7 @@ def plain_attention(call, dout=None, dlse=None):
         result["dq"] = (accumulator.type(problem.scale) * (ds @ k)).astype(dtype)
         dk = accumulator.type(problem.scale) * (ds.swapaxes(-1, -2) @ q)
         result["dk"] = sum_groups(dk, problem.group).astype(dtype)
-        result["dv"] = sum_groups(stored(p).swapaxes(-1, -2) @ g, problem.group).astype(dtype)
+        result["dv"] = sum_groups(stored(p * factors).swapaxes(-1, -2) @ g, problem.group).astype(dtype)
         return result
 
 
@@ -178,17 +185,26 @@ def plain_statistics(call):
         for modifier in problem.modifiers:
             if modifier.kind == "score":
                 s = modifier.apply(s, tile)
-        s = np.where(seen, s, -np.inf)
-        m = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        s, sink = np.where(seen, s, -np.inf), plain_sink(call)
+        largest = s.max(axis=-1, keepdims=True, initial=-np.inf)
+        m = np.maximum(largest, sink)
         e = np.exp(s - np.where(np.isneginf(m), 0, m))
-        total = e.sum(axis=-1, keepdims=True)
+        e_sink = np.exp(sink - np.where(np.isneginf(m), 0, m))
+        total = e.sum(axis=-1, keepdims=True) + e_sink
         p = np.where(seen, e / np.where(total == 0, 1, total), 0)
-        terms = np.where(p == 0, 0, p * np.log(np.where(p == 0, 1, p)))
+        every = np.concatenate([p, np.broadcast_to(e_sink / np.where(total == 0, 1, total), m.shape)], axis=-1)
+        terms = np.where(every == 0, 0, every * np.log(np.where(every == 0, 1, every)))
     return {
-        "maximum": np.where(np.isnan(total), np.nan, m)[..., 0].astype(accumulator),
+        "maximum": np.where(np.isnan(total), np.nan, largest)[..., 0].astype(accumulator),
         "entropy": -terms.sum(axis=-1),
         "column_sums": p.sum(axis=-2),
     }
+
+
+def plain_sink(call):
+    """Logits of the sinks in the accumulator's dtype, -inf where there are none."""
+    accumulator = np.dtype(call.problem.accumulator)
+    return call.operands.get("sinks", np.full((1, 1), -np.inf)).astype(accumulator)
 
 
 def statistics_floors(call, relative):
@@ -205,7 +221,7 @@ def statistics_floors(call, relative):
     }
 
 
-def floors(call, dout=None):
+def floors(call, dout=None, dlse=None):
     """What is allowed on top of plain attention's error, by result; one number per matrix."""
     problem = call.problem
     scale, unit, half = abs(problem.scale), epsilon(np.dtype(problem.accumulator)), epsilon(call.q.dtype) / 2
@@ -214,7 +230,9 @@ def floors(call, dout=None):
         heads_seen = seen.any(axis=-2)[..., None]
         q = numbers(call.q)
         k, v = (np.where(heads_seen, numbers(x).repeat(problem.group, axis=-3), 0) for x in (call.k, call.v))
-        p = np.nan_to_num(reference.weights(call))
+        dense = reference.attend(call)
+        p, factors = np.nan_to_num(dense.p), dense.factors
+        dropped = p * factors
         # A score is known to the unit of its largest term, and an error of the score is a relative error of its weight.
         s = scale * matrix_max(np.where(seen, abs(q) @ transpose(abs(k)), 0))
         for operand in call.operands.values():
@@ -223,7 +241,8 @@ def floors(call, dout=None):
                 s = s + distance * np.broadcast_to(matrix_max(abs(numbers(operand))), s.shape)
         truncations = problem.head_dim / TENSOR_CORE_TERMS if call.q.dtype.itemsize == 2 else 0
         relative = max(FEW, truncations) * unit * (1 + s)
-        result = {"out": relative * matrix_max(abs(v)) + half * rms_max(p**2 @ v**2), "lse": relative}
+        most = factors.max(initial=0)
+        result = {"out": relative * most * matrix_max(abs(v)) + half * rms_max(dropped**2 @ v**2), "lse": relative}
         if dout is None:
             return result
 
@@ -233,19 +252,24 @@ def floors(call, dout=None):
         group_relative = relative.reshape(*relative.shape[:-1], problem.heads_k, problem.group).max(axis=-1)
         g = numbers(dout)
         # Sums of the accumulator: dP and δ may cancel, so each counts with its absolute terms.
-        dp = abs(g) @ transpose(abs(v))
+        dp = factors * (abs(g) @ transpose(abs(v)))
         ds = p * (dp + (p * dp).sum(axis=-1, keepdims=True))
         result["dq"] = relative * scale * matrix_max(ds @ abs(k))
         result["dk"] = group_relative * scale * matrix_max(grouped(transpose(ds) @ abs(q)))
-        result["dv"] = group_relative * matrix_max(grouped(transpose(p) @ abs(g)))
+        result["dv"] = group_relative * matrix_max(grouped(transpose(dropped) @ abs(g)))
         # Roundings of stored values: dS, P, and the output that δ is made of, whose error all keys of a row share.
-        dp = g @ transpose(v)
+        dp = factors * (g @ transpose(v))
         ds2 = (p * (dp - (p * dp).sum(axis=-1, keepdims=True))) ** 2
-        delta2 = (g**2 * (p @ v) ** 2).sum(axis=-1, keepdims=True)
+        delta2 = (g**2 * (dropped @ v) ** 2).sum(axis=-1, keepdims=True)
+        if "sinks" in call.operands:  # nothing but δ and dlse, which may cancel
+            p_sink, shape = np.nan_to_num(dense.p_sink), call.operands["sinks"].shape
+            terms = (p * abs(dp)).sum(axis=-1, keepdims=True) + (0 if dlse is None else abs(numbers(dlse))[..., None])
+            result["dsinks"] = relative.max(initial=0) * matrix_max(sum_to(p_sink * terms, shape))
+            result["dsinks"] += half * matrix_max(sum_to(p_sink * np.sqrt(delta2), shape))
         result["dq"] += half * scale * rms_max(ds2 @ k**2 + delta2 * (p @ k) ** 2)
         result["dk"] += half * scale * rms_max(grouped(transpose(ds2 + p**2 * delta2) @ q**2))
-        result["dv"] += half * rms_max(grouped(transpose(p**2) @ g**2))
-        for name in differentiable_operands(problem.modifiers):
+        result["dv"] += half * rms_max(grouped(transpose(dropped**2) @ g**2))
+        for name in score_operands(problem.modifiers):
             shape = call.operands[name].shape
             sums = relative.max(initial=0) * matrix_max(sum_to(ds, shape))
             result[f"d{name}"] = sums + half * matrix_max(sum_to(p * np.sqrt(delta2), shape))

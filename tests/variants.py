@@ -9,7 +9,8 @@ from cuflash import decode_plan, decode_problem, plan
 from cuflash.api import statistics_shapes
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
-from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths, Packed
+from cuflash.gradients import gradient_terms
+from cuflash.modifiers import ALiBi, BlockMask, Documents, Dropout, KeyLengths, Packed, Sinks
 from cuflash.problem import canonical, describe
 from cuflash.variant import Variant
 from tests.cases import DTYPES
@@ -65,7 +66,8 @@ class Entry:
         problem, device = call.problem, described_device(self.arch)
         requested = self.backend or ("mma" if DTYPES[self.dtype].itemsize == 2 else "simt")
         lse = np.zeros(problem.lse_shape, problem.accumulator)
-        sums = {f"d{n}": np.zeros(x.shape, problem.accumulator) for n, x in call.operands.items() if n == "bias"}
+        terms = gradient_terms(problem, call.operands)
+        sums = {f"d{name}": np.zeros(shape, problem.accumulator) for name, shape in terms.items()}
         shapes = statistics_shapes(problem)
         statistics = {name: np.zeros(shapes[name], problem.accumulator) for name in self.statistics}
         forward = plan.forward_arrays(call, out, lse, **statistics)
@@ -108,6 +110,8 @@ def options(name: str, dtype: np.dtype, seq_q: int, seq_k: int = LENGTH) -> dict
         "lengths": {"modifiers": (KeyLengths(np.ones(1, np.int32)),)},
         "documents": {"modifiers": (Documents(np.ones(seq_q, np.int32), np.ones(seq_k, np.int32)),)},
         "blocks": {"modifiers": (BlockMask(np.ones((-(-seq_q // 16), seq_k // 16), bool), 16),)},
+        "sinks": {"modifiers": (Sinks(np.ones(HEADS, statistics)),)},
+        "dropout": {"modifiers": (Dropout(0.1, 1, 2),)},
         "negative-scale": {"scale": -1.0},
         "packed": {"packed": Packed(np.array([0, seq_q], np.int32), np.array([0, seq_k], np.int32), 1)},
     }
@@ -133,8 +137,8 @@ def decode_variants(
     entry = Entry(arch, dtype, head_dim, head_dim_v, aligned=aligned)
     heads_k, capacity = HEADS, 64
     chosen = {key: x for key, x in options(name, DTYPES[dtype], 1).items() if key not in ("bias", "mask")}
-    slopes = np.ones(heads_k * rows, np.float64 if dtype == "float64" else np.float32)
-    chosen["modifiers"] = (ALiBi(slopes),) if any(isinstance(m, ALiBi) for m in chosen["modifiers"]) else ()
+    of_heads = np.ones(heads_k * rows, np.float64 if dtype == "float64" else np.float32)
+    chosen["modifiers"] = tuple(type(m)(of_heads) for m in chosen["modifiers"] if isinstance(m, (ALiBi, Sinks)))
     keys = (5, heads_k, 16) if paged else (2, heads_k, capacity)
     arrays = {
         "q": entry.place((2, heads_k * rows, 1, head_dim)),
@@ -161,6 +165,12 @@ TOGETHER = {
     "sparse-causal": ("causal", "documents", "blocks"),
     "sparse-everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths", "documents", "blocks"),
     "packed-causal": ("packed", "causal"),
+    "sinks-causal": ("sinks", "causal"),
+    "sinks-everything": ("sinks", "causal", "window", "softcap", "bias", "mask", "alibi", "lengths"),
+    "packed-sinks": ("packed", "causal", "sinks"),
+    "dropout-causal": ("dropout", "causal"),
+    "dropout-everything": ("dropout", "sinks", "causal", "window", "softcap", "bias", "mask", "alibi", "lengths"),
+    "packed-dropout": ("packed", "causal", "dropout"),
     "packed-everything": ("packed", "causal", "window", "softcap", "alibi"),
     "ranges": RANGES,
     "ranges-bias": (*RANGES, "bias"),

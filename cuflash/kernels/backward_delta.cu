@@ -1,4 +1,5 @@
 // Before the backward: per query, lse in the units of the exponent and delta = dout·out - dlse; the sums of dq start at 0.
+// Where rows have sinks, what each of them adds to the gradients of their logits.
 // Where these are added to in turns, the turn starts with the first tile of keys that adds, and no block has started.
 //
 // Job: a few lanes share a row and read it in 16-byte pieces; rows from seq_q to rows_padded get statistics that make their
@@ -28,6 +29,15 @@ __device__ __forceinline__ Real dot(const Element* x, i64 x_column, const Elemen
   return sum;
 }
 
+// Of one row; the rows of a head are summed elsewhere.
+template <class P>
+__device__ __forceinline__ void store_sink_gradient(const P& p, const Place& place, int row,
+                                                    const RowStatistics& statistics) {
+  if (row < place.seq_q(p))
+    static_cast<Real*>(p.dsinks.data)[place.offset(p.dsinks) + row * p.dsinks.row] =
+        sink_gradient(sink_of(p, place), statistics);
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(const __grid_constant__ Params p) {
   const i64 line = (i64(blockIdx.x) * Config::kThreads + threadIdx.x) / Config::kLanes;  // of (batch, head, row)
   const int lane = threadIdx.x % Config::kLanes;
@@ -55,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
       if (p.dlse.data) delta -= static_cast<const Real*>(p.dlse.data)[place.offset(p.dlse) + row * p.dlse.row];
       statistics = row_statistics(static_cast<const Real*>(p.lse.data)[place.offset(p.lse) + row * p.lse.row], delta);
     }
+    if constexpr (kHasSinks) store_sink_gradient(p, place, row, statistics);
     if constexpr (Config::kStatisticsRows > 1) {
       constexpr int kRows = Config::kStatisticsRows;
       TileStatistics<kRows>& tile = static_cast<TileStatistics<kRows>*>(p.statistics)[line / kRows];

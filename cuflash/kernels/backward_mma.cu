@@ -19,6 +19,7 @@
 #include "hw/gemm_mma.cuh"
 #include "hw/reduce.cuh"
 #include "hw/turns.cuh"
+#include "attention/dropout.cuh"
 #include "attention/epilogue.cuh"
 
 constexpr int kKeyWarps = Config::kWarps / Config::kQueryWarps;
@@ -126,6 +127,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     load_dout(start_head, start_tile, 0);
   }
   place.head = start_head;
+  DropKey key = drop_key(p, place);
   int query_tile = start_tile, next_head = start_head, next_tile = start_tile;
   for (int step = 0; step < steps; ++step) {
     const int stage = Config::kStages == 2 ? step & 1 : 0, dout_stage = Config::kDoutStages == 2 ? step & 1 : 0;
@@ -163,19 +165,23 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       s[i + 1] = probability(s[i + 1], row.second.shift, p);
     }
 
-    if constexpr (kSharesRows) store_fragment(p_tile, s, s_at, as_it_is);
+    mark_dropped<true>(s, s_at, key, p, corner);
+    if constexpr (kSharesRows)
+      with_kept(s, [&](const auto& weights) { store_fragment(p_tile, weights, s_at, as_it_is); });
     clear(dp);
     gemm_rows_rows<Config::kHeadDimV, ScoreFragment, Element>(dp, shared.v, warp_key, shared.dout[dout_stage],
                                                               warp_query);
     if constexpr (!kSharesRows) {
       if (!kChunked || column_v < Config::kHeadDimV)
-        gemm_registers_columns<ScoreFragment, ValueFragment, Element>(dv, s, shared.dout[dout_stage], column_v);
+        with_kept(s, [&](const auto& weights) {
+          gemm_registers_columns<ScoreFragment, ValueFragment, Element>(dv, weights, shared.dout[dout_stage], column_v);
+        });
     }
 #pragma unroll
     for (int i = 0; i < ScoreFragment::kSize; i += 2) {
       const Pair<RowStatistics> row = load_pair(statistics + s_at.column(i));
-      s[i] = score_gradient(s[i], dp[i], row.first.delta);
-      s[i + 1] = score_gradient(s[i + 1], dp[i + 1], row.second.delta);
+      s[i] = marked_gradient(s[i], dp[i], row.first.delta, p);
+      s[i + 1] = marked_gradient(s[i + 1], dp[i + 1], row.second.delta, p);
     }
     if (!kChunked || chunk == 0)
       for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
@@ -218,13 +224,17 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       else
         add();
     }
+    if (kDrops && next_head != place.head) {
+      place.head = next_head;
+      key = drop_key(p, place);
+    }
     place.head = next_head;
     query_tile = next_tile;
   }
 
   __syncthreads();  // K and V are no longer read: their tiles carry dK and dV out
   store_fragment(shared.k, dk, KeyFragment(warp_key, warp_column), [&](int) { return p.scale; });
-  store_fragment(shared.v, dv, ValueFragment(warp_key, warp_column_v), as_it_is);
+  store_fragment(shared.v, dv, ValueFragment(warp_key, warp_column_v), [&](int) { return drop_scale(p); });
   __syncthreads();
   recall_rows();
   const Matrix<Element> dk_to = matrix<Element>(p.dk, place.key_offset(p.dk) + column * p.dk.column);

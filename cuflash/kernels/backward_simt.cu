@@ -12,6 +12,7 @@
 #include "hw/copy_simt.cuh"
 #include "hw/gemm_simt.cuh"
 #include "hw/turns.cuh"
+#include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/epilogue.cuh"
 
@@ -151,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 #pragma unroll
       for (int i = 0; i < ScoreFragment::kSize; ++i)
         s[i] = probability(s[i], statistics[ScoreFragment::slot(i)].shift, p);
-      store_tile<ScoreFragment, kPitchScore>(s, s_at, shared.p.data);
+      mark_dropped<false>(s, s_at, drop_key(p, place), p, corner);
+      with_kept(s, [&](const auto& weights) { store_tile<ScoreFragment, kPitchScore>(weights, s_at, shared.p.data); });
     } else {
       multiply_abt<ScoreFragment, Config::kHeadDimV, kPitchV, kPitchV>(s, s_at, shared.dout.data, shared.v.data);
       store_tile<ScoreFragment, kPitchScore>(s, s_at, shared.ds.data);
@@ -163,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       load_tile<ScoreFragment, kPitchScore>(dp, s_at, shared.ds.data);
 #pragma unroll
       for (int i = 0; i < ScoreFragment::kSize; ++i)
-        s[i] = score_gradient(s[i], dp[i], statistics[ScoreFragment::slot(i)].delta);
+        s[i] = marked_gradient(s[i], dp[i], statistics[ScoreFragment::slot(i)].delta, p);
       for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
 #pragma unroll
       for (int i = 0; i < ScoreFragment::kSize; ++i) s[i] *= slopes[i];
@@ -202,5 +204,5 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
                             {0, p.head_dim}, p.dk_vectors, [&](int) { return p.scale; });
   else
     store_rows<ValueFragment>(part<ValueFragment::kSize>(sums), dv_at, matrix<Element>(p.dv, place.key_offset(p.dv)),
-                              keys, {0, p.head_dim_v}, p.dv_vectors, [&](int) { return Real(1); });
+                              keys, {0, p.head_dim_v}, p.dv_vectors, [&](int) { return drop_scale(p); });
 }

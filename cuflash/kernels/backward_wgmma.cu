@@ -42,7 +42,7 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/wgmma.py disagrees");
 
-constexpr bool kRecomputes = Config::kLateDp || Config::kDeterministic;
+constexpr bool kRecomputes = Config::kLateDp;
 
 typedef MmaFragment<1, Config::kBlockQ / 8, true> ScoreFragment;
 

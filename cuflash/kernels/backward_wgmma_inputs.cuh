@@ -128,7 +128,8 @@ __device__ __forceinline__ void store_gradient(Tile& tile, int row, const float 
   bar_sync(barrier, kWarpgroupThreads);
   if (thread == 0) {
     const DescribedRow at = work.place.described_key(p, work.keys.begin + row, work.batch);
-    store_panels(tile, row, map, {0, at.row, work.place.head_k, at.batch});
+    if (!kPacked || work.keys.begin + row < work.place.seq_k(p))
+      store_panels(tile, row, map, {0, at.row, work.place.head_k, at.batch});
     cp_async_bulk_commit_group();
   }
 }

@@ -200,7 +200,8 @@ __device__ __forceinline__ void write_piece(const Params& p, int entry, const Un
                                             const Real (&o)[kPiece], const RowTotal& total) {
   const PackedRow packed = packed_row(p, unit.head_k, unit.first_row + row);
   Element* to = row_of<Element>(p.out, entry, packed.head, packed.query);
-  const Real inverse = total.inverse();
+  const RowEnd<kHasSinks> end(total, p, kHasSinks ? Sequence(p, entry).place : Place(), packed.head);
+  const Real inverse = end.inverse();
   const int column = piece * kPiece;
   if (p.out_vectors && column + kPiece <= p.head_dim_v) {
     OutPiece<Element> x;
@@ -212,7 +213,7 @@ __device__ __forceinline__ void write_piece(const Params& p, int entry, const Un
     for (int c = 0; c < kPiece; ++c)
       if (column + c < p.head_dim_v) to[(column + c) * p.out.column] = Rounded<Element>::of(o[c] * inverse);
   }
-  if (piece == 0 && p.lse.data) *row_of<Real>(p.lse, entry, packed.head, packed.query) = total.lse(p);
+  if (piece == 0 && p.lse.data) *row_of<Real>(p.lse, entry, packed.head, packed.query) = end.lse(p);
 }
 
 constexpr int kParts = sizeof(Real) == 4 ? 12 : 6;  // that are under way at once

@@ -9,6 +9,7 @@
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "hw/copy.cuh"
 #include "hw/gemm_mma.cuh"
+#include "attention/dropout.cuh"
 #include "attention/epilogue.cuh"
 
 constexpr int kWarpRows = Config::kBlockQ / Config::kWarps;
@@ -80,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   OnlineSoftmax<ScoreFragment, Config::kMaximum, Config::kEntropy> softmax;
   float o[OutFragment::kSize];
   clear(o);
+  const DropKey key = drop_key(p, place);
   OperandA<Config::kHeadDim, ScoreFragment> q_operand;  // used where kQInRegisters
 
   if (first < last) {
@@ -134,6 +136,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     scores_of<false>(s, slopes, s_at, p, place, corner,
                      tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, keys));
     softmax.step<OutFragment>(s, o, p);
+    drop<true>(s, s_at, key, p, corner);
 
     if constexpr (Config::kStages == 1) {
       if (more)
@@ -151,9 +154,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   softmax.finish();
   const Work done(p, recomputed(blockIdx.x));
+  softmax.join_sink(p, done.place);
   __syncthreads();  // nothing in shared memory is read any more
   const OutFragment o_at(recomputed(threadIdx.x) / 32 * kWarpRows, 0);
-  store_fragment(out_tile, o, o_at, [&](int slot) { return softmax.inverse(slot); });
+  store_fragment(out_tile, o, o_at, [&](int slot) { return softmax.inverse(slot) * drop_scale(p); });
   __syncthreads();
   const Matrix<Element> out = matrix<Element>(p.out, done.place.offset(p.out) + done.columns.begin * p.out.column);
   store_tile<Config::kThreads, Config::kChunk>(out_tile, out, done.queries.begin, done.queries,

@@ -9,6 +9,7 @@
 #include "hw/copy_simt.cuh"
 #include "hw/gemm_simt.cuh"
 #include "hw/gemm_f64.cuh"
+#include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/epilogue.cuh"
 
@@ -62,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const Products products(warp, shared);
   const Range warp_queries{queries.begin + warp * Products::kRows, queries.begin + (warp + 1) * Products::kRows};
   OnlineSoftmax<ScoreFragment, Config::kMaximum, Config::kEntropy> softmax;
+  const DropKey key = drop_key(p, place);
   Real o[OutFragment::kSize];
   clear(o);
 
@@ -87,12 +89,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     scores_of<false>(s, slopes, products.first, p, place, corner,
                      tile_is_open(p, place, warp_queries, {corner.k, corner.k + Config::kBlockK}));
     softmax.step<OutFragment>(s, o, p);
+    drop<false>(s, products.first, key, p, corner);
     products.multiply_second(o, s, shared.v);
   }
 
   softmax.finish();
+  softmax.join_sink(p, place);
   store_rows(o, products.second, matrix<Element>(p.out, place.offset(p.out)), queries, {0, p.head_dim_v}, p.out_vectors,
-             [&](int slot) { return softmax.inverse(slot); });
+             [&](int slot) { return softmax.inverse(slot) * drop_scale(p); });
   store_lse(softmax, products.first, p, place, queries);
   store_statistics<Config::kMaximum, Config::kEntropy>(softmax, products.first, p, place, queries);
 }

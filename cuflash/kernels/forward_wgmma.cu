@@ -183,18 +183,23 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
     }
     q_at.advance();
   };
+  // A sequence without keys has nothing to load: its rows are hidden, whatever the slots hold.
+  const auto load_keys = [&](auto& to, const TensorMap& map, u32 full, const Tile& tile, int block) {
+    if (kPacked && tile.seq_k(p) == 0) {
+      mbarrier_arrive(full);
+      return;
+    }
+    const DescribedRow at = tile.described_key(p, block * Config::kBlockK, tile.batch);
+    load_panels(to, map, full, {0, at.row, tile.head_k, at.batch}, CachePolicy::kEvictLast);
+  };
   const auto load_k = [&](const Tile& tile, int block) {
     k_at.wait_empty(shared.keys);
-    const DescribedRow at = tile.described_key(p, block * Config::kBlockK, tile.batch);
-    load_panels(shared.k[k_at.slot], p.k_map, k_at.full(shared.keys), {0, at.row, tile.head_k, at.batch},
-                CachePolicy::kEvictLast);
+    load_keys(shared.k[k_at.slot], p.k_map, k_at.full(shared.keys), tile, block);
     k_at.advance();
   };
   const auto load_v = [&](const Tile& tile, int block) {
     v_at.wait_empty(shared.values);
-    const DescribedRow at = tile.described_key(p, block * Config::kBlockK, tile.batch);
-    load_panels(shared.v[v_at.slot], p.v_map, v_at.full(shared.values), {0, at.row, tile.head_k, at.batch},
-                CachePolicy::kEvictLast);
+    load_keys(shared.v[v_at.slot], p.v_map, v_at.full(shared.values), tile, block);
     v_at.advance();
   };
 
@@ -354,6 +359,13 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   const auto store = [&](Softmax& softmax, int tile) {
     const Tile& done = shared.tiles[tile];
     softmax.finish();
+    if constexpr (kHasSinks) {
+      Place place;
+      place.take_rows(done);
+      place.head = done.head;
+      place.set_batch(p, done.batch);
+      softmax.join_sink(p, place);
+    }
     OutTile& out = shared.out();
     if (Config::kSeparateOut) {
       if (elected) cp_async_bulk_wait_group_read<0>();
@@ -369,7 +381,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     if (elected) {
       const int first = group * kWarpgroupRows;
       const DescribedRow at = done.described_query(p, done.row + first, done.batch);
-      store_panels(out, first, p.out_map, {0, at.row, done.head, at.batch});
+      if (!kPacked || done.row + first < done.seq_q(p))
+        store_panels(out, first, p.out_map, {0, at.row, done.head, at.batch});
       cp_async_bulk_commit_group();
       if (!Config::kSeparateOut) cp_async_bulk_wait_group_read<0>();
     }

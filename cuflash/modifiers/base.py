@@ -1,7 +1,7 @@
 """What a modifier is: the contract between one feature of the scores, the kernels and the NumPy twin.
 
-A modifier changes scores or hides keys.  It is written once, here in Python and as a few lines of CUDA, and serves every
-backend in both directions.  Four kinds exist:
+A modifier changes scores, hides keys, or joins or follows the softmax.  It is written once, here in Python and as a few
+lines of CUDA, and serves every backend in both directions.  Six kinds exist:
 
 * ``score``: s -> f(s, q, k); CUDA `apply` and `apply_with_slope`, twin `apply` and `slope`;
 * ``range``: query q sees an interval of keys; CUDA `narrow_keys` and `narrow_queries`, twin `narrow`.  Tiles outside the
@@ -9,9 +9,13 @@ backend in both directions.  Four kinds exist:
 * ``mask``: an arbitrary test of (q, k); CUDA `visible`, twin `visible`.  A mask that can tell at a glance that a tile has
   no visible pair, or no hidden one, adds `tile_is_hidden` and `tile_is_clear`, in CUDA and as twins: hidden tiles are
   not visited, and in clear ones no pair is tested;
+* ``sum``: one more term in the sum of each row, after its last key; CUDA and twin `logit`;
+* ``drop``: weights that become 0 behind the softmax (dropout.py alone; kernels/attention/dropout.cuh), twin
+  `weight_factors`;
 * ``place``: says which sequence a tile belongs to (packed.py alone), before anything looks at positions.
 
-The order of a chain is fixed: scale, softcap, other score modifiers, bias, then everything that hides keys.
+The order of a chain is fixed: scale, softcap, other score modifiers, bias, then everything that hides keys, then the
+sum, then what drops weights.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
     from cuflash.problem import Problem
 
 Array = NDArray[Any]
-Kind = Literal["score", "range", "mask", "place"]
+Kind = Literal["score", "range", "mask", "sum", "drop", "place"]
 #: axes of an operand behind those of the batch, for heads, queries and keys: label and length, None where it has none
 Axes = tuple[tuple[str, int] | None, tuple[str, int] | None, tuple[str, int] | None]
 
@@ -88,6 +92,10 @@ class Modifier:
         """Array operands by field name."""
         return {n: getattr(self, f) for n, f in self.operand_attributes().items() if getattr(self, f) is not None}
 
+    def numbers(self) -> dict[str, int]:
+        """64-bit integers that a call carries beside its arrays, by field name: they vary from call to call, unlike a plan."""
+        return {}
+
     @classmethod
     def operand_attributes(cls) -> dict[str, str]:
         """Field name of each View -> attribute that carries the array."""
@@ -106,6 +114,10 @@ class Modifier:
         """Further operands, computed from the checked ones by array operations."""
         return {}
 
+    def gradient_terms(self, shape: tuple[int, ...], problem: Problem) -> tuple[int, ...]:
+        """Shape of what a backward computes of an operand's gradient, for an operand of this shape; the rest is sums."""
+        return shape
+
     def bare(self) -> Self:
         """The same modifier without its arrays: what a plan may keep."""
         empty = dict.fromkeys(self.operand_attributes().values())
@@ -113,6 +125,12 @@ class Modifier:
 
     def values(self, problem: Problem) -> dict[str, float | int]:
         """Values of the scalar run-time fields."""
+        return {}
+
+    def twin_operands(
+        self, problem: Problem, operands: Mapping[str, Any], numbers: Mapping[str, int], first_entry: int
+    ) -> dict[str, Any]:
+        """Further operands that only the twins read."""
         return {}
 
     # ---- NumPy twin ------------------------------------------------------------------------------------------------
@@ -123,6 +141,14 @@ class Modifier:
     def slope(self, s: Array, tile: Tile) -> Array | None:
         """Derivative of `apply` at the incoming score; None means 1 everywhere."""
         return None
+
+    def logit(self, operands: Mapping[str, Array]) -> Array:
+        """The logit of the further term, with the axes (*batch, heads_q, 1, 1) (kind ``sum``)."""
+        raise NotImplementedError
+
+    def weight_factors(self, tile: Tile) -> Array:
+        """What weights are multiplied with behind the softmax (kind ``drop``)."""
+        raise NotImplementedError
 
     def narrow(self, begin: Array, end: Array, q: Array, tile: Tile) -> tuple[Array, Array]:
         """Intersect the interval [begin, end) of keys that each query sees (kind ``range``)."""

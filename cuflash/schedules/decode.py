@@ -11,7 +11,7 @@ from cuflash.errors import UnsupportedError
 from cuflash.problem import Problem
 from cuflash.schedules.base import padded, tiles
 from cuflash.schedules.mma import STEP, tile_bytes
-from cuflash.schedules.wgmma import PANEL_ALIGNMENT, panel_bytes
+from cuflash.tensormap import PANEL_ALIGNMENT, panel_bytes
 
 if TYPE_CHECKING:
     from cuflash.backends import Device

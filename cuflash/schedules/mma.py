@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cuflash import tuning
 from cuflash.errors import UnsupportedError
+from cuflash.modifiers import Modifier
 from cuflash.problem import Problem
 from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
 
@@ -168,15 +169,19 @@ ITEMSIZE = 2
 SM_75_SHARED = 64 * 1024  # the least of all; sm_75 is told by it
 
 
+def looking(problem: Problem) -> list[Modifier]:
+    """The modifiers that know where each element stands, which takes positions, operands or slopes, and so registers."""
+    return [m for m in problem.modifiers if m.kind in ("score", "mask", "drop")]
+
+
 def is_rich(problem: Problem) -> bool:
-    """Whether scores are changed or hidden one by one, which takes positions, operands or slopes, and so registers."""
-    return problem.scale <= 0 or any(m.kind in ("score", "mask") for m in problem.modifiers)
+    """Whether scores are changed or hidden, or weights dropped, one by one."""
+    return problem.scale <= 0 or bool(looking(problem))
 
 
 def is_crowded(problem: Problem) -> bool:
     """Whether a call has so many modifiers, some of them compiled for tested and for clear tiles, that little is left."""
-    looking = [m for m in problem.modifiers if m.kind in ("score", "mask")]
-    return len(looking) >= 4 and any(m.knows_tiles() for m in looking)
+    return len(looking(problem)) >= 4 and any(m.knows_tiles() for m in looking(problem))
 
 
 def forward_registers(problem: Problem, tile: tuning.ForwardTile, aligned: bool, statistics: bool = False) -> int:
@@ -198,6 +203,8 @@ def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit
     """Registers that the accumulators and scores of the backward may take; see `forward_registers`."""
     chunked = max(problem.head_dim, problem.head_dim_v) > 128
     if is_rich(problem):
+        # Beside others, dropout takes what they leave: marks, exchanged numbers and the generator's state.
+        aligned = aligned and not (problem.modifier("dropout") and any(m.kind != "drop" for m in looking(problem)))
         if chunked:
             return 80 if aligned else 48
         return 144 if tile.query_warps > 1 and aligned and shared_limit > SM_75_SHARED else 112

@@ -251,7 +251,9 @@ def convert(problem: Problem, main: BackwardSimt) -> BackwardConvertSimt:
 def modifier_registers(problem: Problem) -> int:
     """Registers that the modifiers of a call take."""
     # What knows tiles is compiled twice: for tiles whose elements are tested and for those that are clear.
-    count = sum(3 if m.knows_tiles() else 1 for m in problem.modifiers if m.kind in ("score", "mask"))
+    count = sum(3 if m.knows_tiles() else 1 for m in problem.modifiers if m.kind in ("score", "mask", "drop"))
+    if problem.dtype == "float64" and problem.modifier("sinks"):  # registers are full to the last there
+        count += 1
     count += problem.is_packed and (count > 0 or problem.dtype == "float64")  # what is left has no room for bounds
     single = MODIFIER * count * (2 if problem.dtype == "float64" else 1)
     return single + (6 if problem.modifiers else 0)

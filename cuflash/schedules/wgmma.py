@@ -16,15 +16,15 @@ from cuflash.place import Placed
 from cuflash.problem import Problem
 from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.mma import BackwardConvert, is_rich
-from cuflash.tensormap import PANEL_COLUMNS
+from cuflash.tensormap import PANEL_ALIGNMENT, PANEL_COLUMNS, panel_bytes
 
 if TYPE_CHECKING:
     from cuflash.backends import Device
 
 STEP = 16  # depth of one wgmma
-PANEL_ALIGNMENT = 1024  # bytes, of what swizzled copies fill
 GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
+MAX_PACKED = 128  # packs of wider heads faulted on an H200 where a sequence had no keys, and have not run there since
 SMALLEST_QUERIES = 128  # tiles of more are for as many queries at least
 MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
 SEGMENT_BYTES = 24  # bounds of a packed sequence, a part of the two that follow; other calls have room to spare anyway
@@ -35,11 +35,6 @@ SCORED = 8  # weight of what looks at single scores
 #: registers per thread of the producer and of each consumer, by consumers: together at most what the launch reserves
 #: (65536 / threads, rounded down to a multiple of 8, for each thread; PTX ISA, "setmaxnreg")
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
-
-
-def panel_bytes(rows: int, columns: int) -> int:
-    """A PanelTile of hw/copy_tma.cuh."""
-    return tiles(columns, PANEL_COLUMNS) * rows * 128
 
 
 def channel_bytes(slots: int) -> int:
@@ -188,8 +183,12 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
         return "an array is empty, which no tensor map describes"
     if sparse := [m.name for m in problem.modifiers if m.knows_tiles()]:
         return f"it does not pass over the tiles that {', '.join(sparse)} hides"
+    if problem.modifier("dropout"):
+        return "it has no registers left to draw the random numbers of Dropout in"
     changed = [m.name for m in problem.modifiers if m.kind in ("score", "mask")]
     widest = max(problem.head_dim, problem.head_dim_v)
+    if problem.is_packed and widest > MAX_PACKED:
+        return f"it takes packed sequences of head sizes up to {MAX_PACKED}, this one is {widest}"
     others = [name for name in changed if name != "softcap"]
     if for_backward and others and others != changed and widest > 96:
         return f"its backward has no room for the slopes of softcap beside {', '.join(others)} at head size {widest}"
@@ -205,12 +204,20 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
     return None
 
 
+def hesitation(problem: Problem) -> str | None:
+    """Why these kernels take the problem only if they are asked for, or None."""
+    if problem.is_packed:
+        return "it takes packed sequences on request (backend='wgmma'): these kernels have not been measured yet"
+    return None
+
+
 def weight(problem: Problem) -> int:
     """What the modifiers take of the registers: intervals of keys their few numbers, what looks at single scores far more.
 
     The limits in the table are those up to which the compiler's reports show no spill (tests/test_compile_matrix.py).
     """
-    weights = [len(m.fields) if m.kind == "range" else SCORED for m in problem.modifiers if m.kind != "place"]
+    counted = [m for m in problem.modifiers if m.kind not in ("sum", "place")]
+    weights = [len(m.fields) if m.kind == "range" else SCORED for m in counted]
     return sum(weights) + (SCORED if problem.scale <= 0 else 0)
 
 

@@ -17,7 +17,8 @@ from cuflash import abi, source
 from cuflash import plan as planning
 from cuflash.api import statistics_shapes
 from cuflash.backends import Device, described_device
-from cuflash.gradients import differentiable_operands, gradients_type
+from cuflash.gradients import gradient_terms, gradients_type
+from cuflash.numpy_backend import sum_to
 from cuflash.plan import Plan
 from cuflash.problem import Call
 from cuflash.variant import ITEMSIZE, Variant
@@ -131,9 +132,9 @@ class Run:
     watch: Callable[[Mapping[str, np.ndarray]], None] | None = None
 
 
-def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run) -> None:
-    """Launch the steps of a plan one after the other."""
-    pointers = planning.pointers_of(arrays)
+def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run, call: Call | None = None) -> None:
+    """Launch the steps of a plan one after the other; a call may have numbers beside its arrays."""
+    pointers = planning.arguments_of(call, arrays) if call else planning.pointers_of(arrays)
     for step in plan.steps:
         if not step.blocks:
             continue
@@ -204,7 +205,7 @@ def run_forward(
     counter = memory.like(np.zeros(2, np.uint32), "tile_counter")[0]
     if "tile_counter" in plan.offsets and seed % 2:  # tiles are given out, else shared out beforehand
         arrays["tile_counter"] = counter
-    execute(plan, arrays, run)
+    execute(plan, arrays, run, call)
     memory.check()
     if counter.any():
         raise EmulatorError(f"the tile counter was left at {counter}; the next launch would begin there")
@@ -214,7 +215,7 @@ def run_forward(
 def backward(
     call: Call, out: Any, lse: Any, dout: Any, dlse: Any, device: Device | int, seed: int = 0, **options: Any
 ) -> Any:
-    """Gradients of one call: a named tuple (dq, dk, dv, then dbias if the call has a bias), the last one in float32 sums.
+    """Gradients of one call: a named tuple (dq, dk, dv, then those of operands), the last ones from sums in the accumulator's dtype.
 
     Parameters
     ----------
@@ -233,22 +234,22 @@ def backward(
     call = guarded_call(call, memory)
     given = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     given = {n: memory.input(movable(x), n) for n, x in given.items() if x is not None}
-    names = differentiable_operands(problem.modifiers)
+    terms = gradient_terms(problem, call.operands)
     gradients = {
         f"d{name}": memory.output(x.shape, x.dtype, f"d{name}", problem.layout, run.place)
         for name, x in (("q", call.q), ("k", call.k), ("v", call.v))
     }
-    sums = {f"d{name}": memory.sums(call.operands[name].shape, problem.accumulator, f"d{name}") for name in names}
+    sums = {f"d{name}": memory.sums(shape, problem.accumulator, f"d{name}") for name, shape in terms.items()}
     arrays = planning.backward_arrays(call, **given, **gradients, **sums)
     places = planning.places_of(problem, arrays)
     plan = planning.plan_backward.__wrapped__(problem, device, places, run.deterministic, run.requested)
     workspace = {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}
-    execute(plan, {**arrays, **workspace}, run)
+    execute(plan, {**arrays, **workspace}, run, call)
     memory.check()
     if run.watch is not None:
         run.watch({**arrays, **workspace})
-    operands = [x.astype(call.operands[name[1:]].dtype) for name, x in sums.items()]
-    return gradients_type(names)(*(x.copy() for x in gradients.values()), *operands)
+    operands = [sum_to(sums[f"d{n}"], call.operands[n].shape).astype(call.operands[n].dtype) for n in terms]
+    return gradients_type(tuple(terms))(*(x.copy() for x in gradients.values()), *operands)
 
 
 # ---- checking ------------------------------------------------------------------------------------------------------------

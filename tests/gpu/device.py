@@ -151,8 +151,9 @@ def on_device(device: Device, options: dict[str, Any]) -> dict[str, Any]:
     """The options of a call with their arrays on the device, those of modifiers too."""
     moved = []
     for modifier in options.get("modifiers", ()):
-        attributes = type(modifier).operand_attributes().values()
-        moved.append(replace(modifier, **{name: device.put(getattr(modifier, name)) for name in attributes}))
+        arrays = {name: getattr(modifier, name) for name in type(modifier).operand_attributes().values()}
+        placed = {name: device.put(x) for name, x in arrays.items() if not isinstance(x, int)}
+        moved.append(replace(modifier, **placed))
     arrays = {name: device.put(options.get(name)) for name in ("mask", "bias")}
     return {**options, **arrays, "modifiers": tuple(moved)}
 

@@ -73,8 +73,7 @@ def on_device(device: Device, made: Made, **changes: Any) -> tuple[dict[str, Any
     arguments = {name: device.put(x) for name, x in made.arrays.items() if not name.endswith("cache")}
     arguments |= {"k_cache": caches[0].view, "v_cache": caches[1].view, **made.options}
     arguments |= {"lengths": device.put(made.lengths), "page_table": device.put(made.table)}
-    if made.slopes is not None:
-        arguments["modifiers"] = (cuflash.ALiBi(device.put(made.slopes)),)
+    arguments["modifiers"] = made.modifiers(device.put)
     return arguments | changes, caches
 
 

@@ -24,6 +24,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window": (50, 3), "dlse": True},
     "softcap": {"softcap": 2.0, "causal": True},
     "alibi": {"alibi": True, "dlse": True},
+    "sinks": {"sinks": True, "causal": True, "dlse": True},
+    "dropout": {"dropout": 0.3, "causal": True, "dlse": True},
     "groups": {"heads_q": 6, "heads_k": 2, "causal": True},
     "wide": {"head_dim": 24, "head_dim_v": 40},
     "large": {"head_dim": 192, "head_dim_v": 128, "causal": True},
@@ -62,7 +64,10 @@ def check(device: Device, kind: Kind, pack: Pack, *, deterministic: bool | None 
         gradients = cuflash.attention_varlen_backward(
             dout, q, k, v, *offsets, out, lse, dlse=dlse, deterministic=deterministic, **options
         )
-        judge.check_backward(type(gradients)(*(device.get(x).swapaxes(0, 1) for x in gradients)))
+        found = [device.get(x) for x in gradients]
+        judge.check_backward(
+            type(gradients)(*(x.swapaxes(0, 1) for x in found[:3]), *(x[:, None, None] for x in found[3:]))
+        )
     device.check_inputs()
 
 

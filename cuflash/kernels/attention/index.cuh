@@ -55,6 +55,14 @@ template <bool kIsPacked> struct Segment {
   // The same of a row among those padded to whole tiles.
   template <int kTile> static __device__ __forceinline__ int enter_row(const Params&, int row) { return row; }
   template <int kTileQ, int kTileK> static __device__ __forceinline__ bool has_all_tiles(const Params&) { return true; }
+  template <class Where> static __device__ __forceinline__ int entry(const Params& p, const Where& place) {
+    int number = 0;
+#pragma unroll
+    for (int axis = 0; axis < kBatchAxes; ++axis) number = number * p.batch_sizes[axis] + place.batch[axis];
+    return number;
+  }
+  // Whether it is made of the rows that belong to no sequence.
+  static __device__ __forceinline__ bool is_of_none(const Params&) { return false; }
 };
 
 // Where the segments of one side begin: of segment i, and behind the last one.
@@ -128,6 +136,10 @@ template <> struct Segment<true> {
     if (index == p.segment_count) queries = {0, 0};
     return tile - (keys.begin / kTile + index);
   }
+  template <class Where> static __device__ __forceinline__ int entry(const Params&, const Where& place) {
+    return place.index;
+  }
+  template <class P> __device__ __forceinline__ bool is_of_none(const P& p) const { return index == p.segment_count; }
   template <class P> __device__ __forceinline__ void recall(const P& p) {
     index = recomputed(index);
     look_up(p);
@@ -173,6 +185,8 @@ struct Place : Segment<kPacked> {
   int head_k;     // of the keys and values that this head shares with its group
   int key_count;  // keys that exist for this batch entry: seq_k, or its own length
 
+  // Number of the sequence: of its batch entry, all batch axes merged, or of its segment.
+  __device__ __forceinline__ int entry(const Params& p) const { return Segment::entry(p, *this); }
   __device__ __forceinline__ i64 batch_offset(const View& view) const {
     i64 at = 0;
     if constexpr (!kPacked) {  // segments take the place of batch axes

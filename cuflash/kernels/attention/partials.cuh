@@ -4,6 +4,7 @@
 // the largest m; sums and outputs of each part count 2^(m - that) times.  Source: FlashAttention-2 (arXiv:2307.08691),
 // section 2.3, with whole parts in place of blocks.
 #pragma once
+#include "attention/softmax.cuh"
 
 struct alignas(2 * sizeof(Real)) RowTotal {
   Real m, l;
@@ -12,6 +13,26 @@ struct alignas(2 * sizeof(Real)) RowTotal {
   __device__ __forceinline__ Real inverse() const { return l == Real(0) ? Real(0) : Real(1) / l; }
   __device__ __forceinline__ Real lse(const Params& p) const {
     return l == Real(0) ? -infinity<Real>() : fma_of(m, p.softmax_scale * Real(0.6931471805599453), log_of(l));
+  }
+};
+// A row whose parts are all there, and its sink, if it has one, with them.
+template <bool kSunk> struct RowEnd {
+  const RowTotal& total;
+
+  __device__ __forceinline__ RowEnd(const RowTotal& of, const Params&, const Place&, int) : total(of) {}
+  __device__ __forceinline__ Real inverse() const { return total.inverse(); }
+  __device__ __forceinline__ Real lse(const Params& p) const { return total.lse(p); }
+};
+template <> struct RowEnd<true> {
+  Joined row;
+
+  __device__ __forceinline__ RowEnd(const RowTotal& total, const Params& p, Place place, int head) {
+    place.head = head;
+    row = joined(total.m, total.l, sink_of(p, place), p);
+  }
+  __device__ __forceinline__ Real inverse() const { return row.sum == Real(0) ? Real(0) : row.weight / row.sum; }
+  __device__ __forceinline__ Real lse(const Params&) const {
+    return row.sum == Real(0) ? -infinity<Real>() : fma_of(row.base, Real(0.6931471805599453), log_of(row.sum));
   }
 };
 __device__ __forceinline__ RowTotal no_keys() { return {-infinity<Real>(), Real(0)}; }

@@ -14,8 +14,26 @@ template <int kSlots, bool kKept> struct KeptMoment {
 };
 template <int kSlots> struct KeptMoment<kSlots, false> {};
 
+// A sink is one more term of a row's sum, for which no key and no value exist: it joins after the last key.  The sum changes
+// base for it, and what the keys have added up to counts `weight` times in the new one.
+struct Joined {
+  Real base;  // in powers of two
+  Real weight, sum;
+  Real sink;  // its own part of the sum
+};
+__device__ __forceinline__ Joined joined(Real m, Real l, Real sink, const Params& p) {
+  if (m == -infinity<Real>() && sink == -infinity<Real>()) return {sink, Real(0), Real(0), Real(0)};
+  const Real of_keys = m * p.softmax_scale, base = max_of(of_keys, sink);
+  const Real weight = m == -infinity<Real>() ? Real(0) : exp2_of(of_keys - base), part = exp2_of(sink - base);
+  return {base, weight, l * weight + part, part};
+}
+template <int kSlots, bool kKept> struct KeptSink { Real base[kSlots], weight[kSlots]; };
+template <int kSlots> struct KeptSink<kSlots, false> {};
+
 template <class Fragment, bool kMaximum = false, bool kEntropy = false>
-struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>, KeptMoment<Fragment::kSlots, kEntropy> {
+struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
+                       KeptMoment<Fragment::kSlots, kEntropy>,
+                       KeptSink<Fragment::kSlots, kHasSinks> {
   Real m[Fragment::kSlots];
   Real l[Fragment::kSlots];  // of this thread's columns only, until `finish`
   static constexpr int kSlack = 8;
@@ -162,9 +180,32 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>, KeptMoment<Fragm
       if constexpr (kEntropy) this->moment[slot] = Fragment::row_sum(this->moment[slot]);
     }
   }
+  // After `finish`, for the rows of a place: their sink, if they have one, joins l, which is relative to `base` from here on.
+  __device__ __forceinline__ void join_sink(const Params& p, const Place& place) {
+    if constexpr (kHasSinks) {
+      const Real sink = sink_of(p, place);
+#pragma unroll
+      for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+        const Joined row = joined(m[slot], l[slot], sink, p);
+        if constexpr (kEntropy) {
+          const Real moved = fma_of(m[slot] * p.softmax_scale - row.base, l[slot], this->moment[slot]);
+          this->moment[slot] = row.weight == Real(0) ? Real(0) : row.weight * moved;
+          if (row.sink != Real(0)) this->moment[slot] += row.sink * (sink - row.base);
+        }
+        this->base[slot] = row.base;
+        this->weight[slot] = row.weight;
+        l[slot] = row.sum;
+      }
+    }
+  }
   // A row that saw nothing has the output 0 and lse = -inf.
-  __device__ __forceinline__ Real inverse(int slot) const { return l[slot] == Real(0) ? Real(0) : Real(1) / l[slot]; }
+  __device__ __forceinline__ Real inverse(int slot) const {
+    if constexpr (kHasSinks) return l[slot] == Real(0) ? Real(0) : this->weight[slot] / l[slot];
+    return l[slot] == Real(0) ? Real(0) : Real(1) / l[slot];
+  }
   __device__ __forceinline__ Real lse(int slot, const Params& p) const {
+    if constexpr (kHasSinks)
+      return l[slot] == Real(0) ? -infinity<Real>() : fma_of(this->base[slot], kLog2, log_of(l[slot]));
     return l[slot] == Real(0) ? -infinity<Real>() : fma_of(m[slot], p.softmax_scale * kLog2, log_of(l[slot]));
   }
   // Of a row that saw nothing -inf, and of one whose lse is NaN NaN, which `max_of` drops.
@@ -243,6 +284,11 @@ __device__ __forceinline__ Real probability(Real s, Real shift, const Params& p)
 // P where a key that its query does not see weighs nothing even if the query's lse is NaN.
 __device__ __forceinline__ Real seen_probability(Real s, Real shift, const Params& p) {
   return s == -infinity<Real>() ? Real(0) : probability(s, shift, p);
+}
+// Gradient of a sink's logit, in powers of two, by one row: that of a score whose key has the value 0.
+__device__ __forceinline__ Real sink_gradient(Real sink, const RowStatistics& row) {
+  const Real weight = exp2_of(min_or_nan(sink - row.shift, Real(0)));
+  return weight == Real(0) ? Real(0) : -weight * row.delta;
 }
 // Gradient of the score that enters the softmax.
 __device__ __forceinline__ Real score_gradient(Real probability, Real dp, Real delta) {

@@ -26,6 +26,8 @@ template <int kTilesRow, int kTilesColumn, bool kIsTransposed = false> struct Mm
   // One of the four lanes that share a row.
   __device__ __forceinline__ bool leads_row() const { return threadIdx.x % 4 == 0; }
 
+  // Swaps with the thread that holds the same columns of the next row, where this one is even, else of the row before.
+  static __device__ __forceinline__ u32 of_neighbour_row(u32 x) { return __shfl_xor_sync(0xffffffffu, x, 4); }
   // Whether it holds for any thread that shares a row with this one, and for as many more as vote at once.
   static __device__ __forceinline__ bool any(bool x) { return __any_sync(0xffffffffu, x); }
   template <class T> static __device__ __forceinline__ T row_max(T x) {
