@@ -3,9 +3,10 @@
 Each kernel also asserts, at compile time, that its shared memory has the size that Python computes.
 
 A full product of dtypes, head sizes, options, alignments and architectures has thousands of members; CUFLASH_FULL_MATRIX=1
-compiles them.  Without it the product is full for sm_90 and sm_75, the ends of the range that differ in instructions, with
-one 16-bit dtype each (the other differs in the name of one instruction); architectures between them share sm_80's
-instructions and differ in shared memory, which decides the tile, so sizes at which it does are taken.
+compiles them.  Without it sm_90 and sm_75, the ends of the range that differ in instructions, have every head size, with
+one 16-bit dtype each (the other differs in the name of one instruction) and the options that take the most registers;
+the sizes that have come near a spill, 64 and 128, have more of them.  sm_86 and sm_89 share sm_80's instructions and
+differ in shared memory, which decides the tile, so they compile the kernels whose tile sm_80 does not have.
 """
 
 import os
@@ -67,10 +68,14 @@ def entries() -> Iterator[Entry]:
                 yield hopper(dtype, sizes, option, lengths)
         return
     for (arch, dtype), sizes in product(((90, "bfloat16"), (75, "float16")), HEAD_SIZES):
-        for option in ("plain", "causal", "everything"):
-            yield Entry(arch, dtype, *sizes, option)
-        for option in ("plain", "everything"):
-            yield Entry(arch, dtype, *sizes, option, aligned=False)
+        near = sizes in ((64, 64), (128, 128))
+        yield Entry(arch, dtype, *sizes, "everything")
+        if near or arch == 90 or max(sizes) > 64:
+            yield Entry(arch, dtype, *sizes, "causal")
+            yield Entry(arch, dtype, *sizes, "everything", aligned=False)
+        if near:
+            yield Entry(arch, dtype, *sizes, "plain")
+            yield Entry(arch, dtype, *sizes, "plain", aligned=False)
     for (arch, dtype), sizes in product(((75, "float32"), (90, "float64")), HEAD_SIZES):
         yield Entry(arch, dtype, *sizes, "everything")
     for (arch, dtype), size in product(((90, "float32"), (75, "float64")), (64, 128, 256)):
@@ -79,41 +84,48 @@ def entries() -> Iterator[Entry]:
         yield Entry(90, dtype, 64, 64, option, aligned)
     for option in OPTIONS:
         yield Entry(90, "float16", 128, 128, option)
+    for option in ("plain", "causal", "bias", "everything"):
         yield Entry(90, "float16", 64, 64, option, seq_q=1)
-    for sizes in HEAD_SIZES:
-        yield Entry(86, "float16", *sizes, "everything")
+    for sizes in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+        yield Entry(80, "bfloat16", *sizes, "causal")
+        yield Entry(80, "bfloat16", *sizes, "everything")
+    for size in (64, 128):
+        yield Entry(120, "bfloat16", size, size, "causal")
+    for sizes in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+        yield Entry(120, "bfloat16", *sizes, "everything")
+    for arch, sizes in product((86, 89), HEAD_SIZES):
+        yield Entry(arch, "bfloat16", *sizes, "everything")
     for size in (64, 128, 256):
-        yield Entry(86, "float16", size, size, "causal")
-    for arch, sizes in product((80, 120), ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))):
-        yield Entry(arch, "bfloat16", *sizes, "causal")
-        yield Entry(arch, "bfloat16", *sizes, "everything")
-    for arch, sizes in product((89, 100), ((64, 64), (128, 128))):
-        yield Entry(arch, "bfloat16", *sizes, "everything")
-    for arch, dtype in product((80, 86, 89, 100, 120), ("float32", "float64")):
+        yield Entry(86, "bfloat16", size, size, "causal")
+    yield Entry(100, "bfloat16", 128, 128, "everything")
+    for arch, dtype in product((80, 86, 89, 120), ("float32", "float64")):
         yield Entry(arch, dtype, 128, 128, "everything")
-    for (arch, dtype, option), sizes in product(((90, "bfloat16", "everything"), (75, "float16", "plain")), HEAD_SIZES):
-        yield Entry(arch, dtype, *sizes, option, deterministic=True)
-    for (arch, dtype), size in product(((90, "bfloat16"), (80, "float16")), (64, 96, 128, 256)):
+    for (arch, dtype, option), size in product(
+        ((90, "bfloat16", "everything"), (75, "float16", "plain")), (40, 64, 128, 256, 512)
+    ):
+        yield Entry(arch, dtype, size, size, option, deterministic=True)
+    for (arch, dtype), size in product(((90, "bfloat16"), (80, "float16")), (64, 128)):
         yield Entry(arch, dtype, size, size, "causal", deterministic=True)
     for arch, dtype, size in product((75, 90), ("float32", "float64"), (64, 128)):
         yield Entry(arch, dtype, size, size, "everything", deterministic=True)
     for arch, dtype in ((75, "float16"), (80, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64")):
+        yield Entry(arch, dtype, 128, 128, "sparse-everything")
+    for arch, dtype in ((75, "float16"), (80, "bfloat16"), (90, "float32")):
         yield Entry(arch, dtype, 64, 64, "sparse-causal")
         yield Entry(arch, dtype, 128, 128, "sparse-causal", aligned=False)
-        yield Entry(arch, dtype, 128, 128, "sparse-everything")
-    for (arch, dtype), sizes, turns in product(
-        ((75, "float16"), (80, "bfloat16"), (90, "bfloat16")), ((64, 64), (128, 128)), (False, True)
-    ):
-        yield Entry(arch, dtype, *sizes, "packed-causal", deterministic=turns)
-    for arch, dtype, size in product((75, 90), ("float32", "float64"), (64, 128)):
-        yield Entry(arch, dtype, size, size, "packed-causal", deterministic=True)
+    for (arch, dtype), sizes in product(((75, "float16"), (90, "bfloat16")), ((64, 64), (128, 128))):
+        yield Entry(arch, dtype, *sizes, "packed-causal")
+    for arch, dtype in ((75, "float16"), (80, "bfloat16")):
+        yield Entry(arch, dtype, 128, 128, "packed-causal", deterministic=True)
+    for arch, dtype in ((75, "float32"), (90, "float32"), (90, "float64")):
+        yield Entry(arch, dtype, 128, 128, "packed-causal", deterministic=True)
     for arch, dtype in ((75, "float16"), (80, "bfloat16"), (90, "float32")):
         yield Entry(arch, dtype, 128, 128, "packed-everything", aligned=False, deterministic=True)
-    for (arch, dtype), size in product(((90, "bfloat16"), (75, "float16")), (64, 80, 128, 512)):
-        for option in ("causal", "everything"):
+    for (arch, dtype), size in product(((90, "bfloat16"), (75, "float16")), (64, 128, 512)):
+        for option in ("causal", "everything") if size == 128 else ("everything",):
             yield Entry(arch, dtype, size, size, option, statistics=STATISTICS)
-    for arch, dtype, size in product((75, 90), ("float32", "float64"), (64, 128)):
-        yield Entry(arch, dtype, size, size, "everything", statistics=STATISTICS)
+    for arch, dtype in product((75, 90), ("float32", "float64")):
+        yield Entry(arch, dtype, 128, 128, "everything", statistics=STATISTICS)
     for arch, dtype in ((80, "bfloat16"), (90, "float64")):
         yield Entry(arch, dtype, 128, 128, "sinks-causal")
     yield Entry(80, "bfloat16", 128, 128, "sinks-everything", statistics=STATISTICS)
@@ -156,16 +168,21 @@ def matrix() -> list:
     for entry in entries():
         try:
             for variant in entry.variants():
-                plain = variant.kernel.startswith(("backward_delta", "backward_convert"))
-                if plain and not getattr(variant.config, "turns", 0) and not FULL:
-                    # These kernels look at no score.
-                    variant = replace(variant, modifiers=tuple(m for m in variant.modifiers if m == "packed"))
-                found.setdefault((entry.arch, variant), entry)
+                family = entry.arch
+                if not FULL:
+                    family = {86: 80, 89: 80}.get(family, family)
+                    if variant.kernel.startswith(("backward_delta", "backward_convert")):
+                        family = min(family, 80)  # these kernels have no instruction of their own
+                        if not getattr(variant.config, "turns", 0):  # and look at no score
+                            variant = replace(variant, modifiers=tuple(m for m in variant.modifiers if m == "packed"))
+                found.setdefault((family, variant), entry)
         except UnsupportedError:  # test_heads_that_no_tile_fits knows them
             continue
     return [
-        pytest.param(arch, variant, id=f"sm_{arch}-{variant.entry}-{'aligned' if entry.aligned else 'unaligned'}-{i}")
-        for i, ((arch, variant), entry) in enumerate(found.items())
+        pytest.param(
+            entry.arch, variant, id=f"sm_{entry.arch}-{variant.entry}-{'aligned' if entry.aligned else 'unaligned'}-{i}"
+        )
+        for i, ((_, variant), entry) in enumerate(found.items())
     ]
 
 
@@ -177,23 +194,24 @@ def decode_entries() -> Iterator[tuple[int, Variant]]:
         options = (
             ("plain", "causal", "softcap", "alibi", "everything") if FULL else ("everything" if both else "plain",)
         )
-        if arch > 90 and not (both or FULL):
-            continue  # what takes the most registers
+        if not (both or FULL) and (arch != 90 or size == (192, 128)):
+            continue  # the others take the most registers
+        if arch > 90 and size not in ((64, 64), (256, 256)) and not FULL:
+            continue
         for option in options:
             found = decode_variants(arch, "bfloat16", *size, option, rows=rows, paged=both, appends=both)
             yield from ((arch, variant) for variant in found)
-    for size, rows, both in product(((64, 64), (40, 72), (256, 256)), (4, 16), (False, True)):
+    for size, rows, both in product(((64, 64), (40, 72), (256, 256)), (4, 16), (False, True) if FULL else (True,)):
         kinds = {"rows": rows, "paged": both, "appends": both, "aligned": False}
         yield from ((80, v) for v in decode_variants(80, "float16", *size, "everything", **kinds))
     for size, rows in product(((16, 16), (128, 128)), (4, 16)):
         for option in ("causal", "alibi"):
             yield from ((90, v) for v in decode_variants(90, "float16", *size, option, rows=rows))
     yield from ((80, v) for v in decode_variants(80, "bfloat16", 128, 128, "sinks", paged=True))
-    for (arch, dtype), size, rows in product(
-        ((75, "float16"), (75, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64"), (120, "float64")),
-        ((64, 64), (256, 256)),
-        (1, 4, 16),
-    ):
+    plain = ((75, "float16"), (75, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64"), (120, "float64"))
+    for (arch, dtype), size, rows in product(plain, ((64, 64), (256, 256)), (1, 4, 16)):
+        if not FULL and (arch, dtype) not in plain[::3] and (size[0] == 64) != (rows == 4):
+            continue  # half of them for each type
         kinds = {"rows": rows, "paged": rows > 1, "appends": rows > 1, "aligned": rows < 16}
         yield from ((arch, v) for v in decode_variants(arch, dtype, *size, "everything", **kinds))
 

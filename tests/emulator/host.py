@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,6 +29,8 @@ __all__ = ["BuildError", "EmulatedKernel", "EmulatorError", "GuardedArena", "che
 Argument = np.ndarray | np.generic | bytes | bytearray
 MAX_PARAMETERS, MAX_FRAMES = 64, 1024
 MAX_THREADS, STACK_BYTES = 1024, 192 << 10
+_dlclose = ctypes.CDLL(None).dlclose
+_dlclose.argtypes = [ctypes.c_void_p]
 _launching = threading.Lock()  # signal handlers and stacks belong to the process
 
 
@@ -47,12 +50,22 @@ class LaunchRequest(ctypes.Structure):
 
 
 @functools.cache
-def stacks() -> int:
-    """Address of the stacks of 1024 threads; below each lies a page that faults."""
-    address = reserve_pages(MAX_THREADS * STACK_BYTES)
-    for thread in range(MAX_THREADS):
-        open_pages(address + thread * STACK_BYTES + PAGE, STACK_BYTES - PAGE)
-    return address
+def stack_memory() -> int:
+    """Address of the stacks of 1024 threads."""
+    return reserve_pages(MAX_THREADS * STACK_BYTES)
+
+
+@functools.cache
+def open_stack(thread: int) -> None:
+    """Let the stack of a thread be used; the page below it faults.  Each is one more mapping for a fork to copy."""
+    open_pages(stack_memory() + thread * STACK_BYTES + PAGE, STACK_BYTES - PAGE)
+
+
+def stacks(threads: int) -> int:
+    """Address of the stacks, so many of which are open."""
+    for thread in range(min(threads, MAX_THREADS)):
+        open_stack(thread)
+    return stack_memory()
 
 
 class EmulatedKernel:
@@ -83,6 +96,7 @@ class EmulatedKernel:
         except TranslationError as error:
             raise BuildError(str(error)) from error
         self._library = ctypes.CDLL(str(self.path))
+        weakref.finalize(self, _dlclose, self._library._handle).atexit = False
         self._library.emu_last_error.restype = self._library.emu_notes.restype = ctypes.c_char_p
         self._library.emu_switches.restype = ctypes.c_ulonglong
         try:
@@ -138,7 +152,9 @@ class EmulatedKernel:
         keep = [aligned_copy(v) for v in values]
         pointers = (ctypes.c_void_p * len(keep))(*[k.ctypes.data for k in keep])
         extents = (ctypes.c_uint * 3)(*(*(int(g) for g in grid), 1, 1)[:3])
-        request = LaunchRequest(seed, stacks(), STACK_BYTES, extents, threads, shared_bytes, time_limit, residents)
+        request = LaunchRequest(
+            seed, stacks(threads), STACK_BYTES, extents, threads, shared_bytes, time_limit, residents
+        )
         with _launching:
             failed = self._launch(ctypes.byref(request), pointers)
         if failed:

@@ -15,10 +15,19 @@ constexpr u32 kStaticBase = 1 << 20;  // shared addresses of __shared__ variable
 
 u32 round_up(u32 n, u32 step) { return (n + step - 1) / step * step; }
 
+// Memory that goes when the library is unloaded.
+struct Mappings {
+  std::vector<std::pair<void*, size_t>> all;
+  ~Mappings() {
+    for (const auto& [memory, bytes] : all) munmap(memory, bytes);
+  }
+} mappings;
+
 // Pages between two pages that fault.
 unsigned char* guarded_pages(u32 bytes) {
   void* memory = mmap(nullptr, bytes + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw Failure("no memory for shared memory");
+  mappings.all.emplace_back(memory, bytes + 2 * kPage);
   unsigned char* first = static_cast<unsigned char*>(memory) + kPage;
   mprotect(first, bytes, PROT_READ | PROT_WRITE);
   return first;
