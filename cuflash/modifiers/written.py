@@ -561,7 +561,7 @@ HERE = "const Params& p, const Place& place, int q, int k"
 QUALIFIERS = "static __device__ __forceinline__"
 PLACES = {
     "s": "s",
-    "b": "batch_entry(p, place)",
+    "b": "place.entry(p)",
     "h": "place.head",
     "kv": "place.head_k",
     "q": "q",

@@ -32,11 +32,3 @@ template <class T> __device__ __forceinline__ int whole(T x) {
 
 // An index inside of an axis, whatever was computed.
 __device__ __forceinline__ int clamped(int index, int last) { return min(max(index, 0), last); }
-
-// Number of the batch entry, all batch axes counted as one.
-__device__ __forceinline__ int batch_entry(const Params& p, const Place& place) {
-  int entry = 0;
-#pragma unroll
-  for (int axis = 0; axis < kBatchAxes; ++axis) entry = entry * p.batch_sizes[axis] + place.batch[axis];
-  return entry;
-}
