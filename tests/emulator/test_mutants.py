@@ -260,14 +260,14 @@ MUTANTS += [
     hopper("one warpgroup gives queries back for all", "Config::kSeparateOut ? kReaders : kGroups", "Config::kSeparateOut ? kReaders / kGroups : 1"),
     # ---- the producer
     hopper("a tile has no number", "shared.tiles[place_of(q_at)] = tile;", ""),
-    hopper("the end is not told", "mbarrier_arrive(full);", ";"),
+    hopper("the end is not told", "if (tile.row < 0) { mbarrier_arrive(full); }", "if (tile.row < 0) { ; }"),
     hopper("the last values of a tile are not loaded",
            "if (next.row >= 0) load_k(next, next.blocks.end - 1); load_v(now, now.blocks.begin); } else",
            "if (next.row >= 0) load_k(next, next.blocks.end - 1); } else"),
     hopper("values are those of the block of keys", "load_v(now, block + 1);", "load_v(now, block);"),
     hopper("half of a tile is announced", "expect_tx(barrier, Tile::kBytes)", "expect_tx(barrier, Tile::kBytes / 2)"),
     hopper("every head has its own keys",
-           "{0, at.row, tile.head_k, at.batch}", "{0, at.row, tile.head, at.batch}", count=2),
+           "{0, at.row, tile.head_k, at.batch}", "{0, at.row, tile.head, at.batch}"),
     hopper("the producer keeps its registers", "setmaxnreg_dec<Config::kProducerRegisters>();", ""),
     # ---- tiles
     hopper("a tile is passed over", ": index) + int(gridDim.x);", ": index) + int(gridDim.x) + 1;"),
