@@ -122,8 +122,8 @@ def map_of(name: str, decode: DecodeProblem, place: Placed, box_rows: int) -> te
     if width % 8:
         raise UnsupportedError(f"rows of {name} are {width} elements, not a multiple of 16 bytes")
     rows, entries = (decode.page_size, decode.pages) if decode.page_size else (problem.seq_k, problem.batch_size)
-    if not (rows and entries):
-        raise UnsupportedError(f"{name} is empty, which no tensor map describes")
+    if not (rows and entries and problem.seq_k):
+        raise UnsupportedError(f"{name} is empty, which no tensor map describes, or no page of it is in the table")
     return tensormap.described(name, problem.dtype, (width, rows, problem.heads_k, entries), place, box_rows)
 
 

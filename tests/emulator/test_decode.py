@@ -121,6 +121,16 @@ def test_a_cache_without_positions(target):
     check(DecodeCase("none", dtype, (0, 0), capacity=0), arch, (0, 1))
 
 
+def test_a_page_table_without_pages_is_not_read():
+    """A box is asked for even where nobody sees a key, and then its page would be looked up."""
+    case = DecodeCase("none", "float16", (0, 0), page_size=16)
+    for capacity, boxes in ((64, 2), (0, 0)):
+        made = replace(case, capacity=capacity).make()
+        out, lse, plan = decode(made, device_of(90))
+        made.check(out, lse)
+        assert len(plan.maps) == boxes
+
+
 def test_the_launch_depends_on_shapes_alone():
     plans = [decode(replace(named("append"), lengths=n).make(), device_of(80))[2] for n in ((60, 0), (1, 62))]
     first, second = ((plan.steps, plan.template, plan.workspace()) for plan in plans)
