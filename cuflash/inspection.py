@@ -14,7 +14,7 @@ from cuflash.api import enter, present
 from cuflash.errors import ArgumentError
 from cuflash.modifiers import Modifier, Tile
 from cuflash.modifiers.base import device_of, module_of
-from cuflash.problem import Call, Problem
+from cuflash.problem import Call, Problem, for_twins
 
 SKIPPED, TESTED, OPEN = range(3)  # what happens to a tile
 
@@ -73,11 +73,8 @@ def attention_weights(
     array([[[0.5  , 0.5  , 0.   ],
             [0.333, 0.333, 0.333]]])
     """
-    given = present(mask=mask, bias=bias)
-    home, call, _ = enter(q, k, k, given, scale, causal, window, softcap, modifiers, layout, None)
+    home, call = without_values(q, k, mask, bias, scale, causal, window, softcap, modifiers, layout, None)
     positions = positions_of(rows, call.problem.seq_q)
-    if home.device is not None:
-        arrays.require_gpu()
     shape = (*call.problem.lse_shape[:-1], len(positions), call.problem.seq_k)
     weights = np.empty(shape, call.problem.accumulator)
     with device_of(call.q), np.errstate(all="ignore"):
@@ -86,6 +83,14 @@ def attention_weights(
             weights[..., index, :] = weights_of(call, keys, row)[..., 0, :]
         found = module_of(call.q).asarray(weights)
     return home.give(found)
+
+
+def without_values(q: Any, k: Any, mask: Any, bias: Any, *options: Any) -> tuple[arrays.Home, Call]:
+    """Where the arrays are and the call that they make; the keys stand for the values, at which nobody looks."""
+    home, call, _ = enter(q, k, k, present(mask=mask, bias=bias), *options)
+    if home.device is not None:
+        arrays.require_gpu()
+    return home, call
 
 
 def positions_of(rows: Any, seq_q: int) -> list[int]:
@@ -124,10 +129,7 @@ def scored_tile(call: Call, keys: Any, row: int) -> tuple[NDArray[Any], Tile]:
     stacked = q.reshape(*batch, problem.heads_k, problem.group, head_dim)  # the heads of a group share their keys
     s = on_host(module_of(q).matmul(stacked, keys)).reshape(*batch, heads_q, 1, problem.seq_k)
     s *= problem.scale
-    operands = operands_of(call, part)
-    for modifier in problem.modifiers:
-        operands |= modifier.twin_operands(problem, operands, call.numbers, call.first_entry)
-    tile = Tile(problem, operands, part, slice(0, problem.seq_k))
+    tile = Tile(problem, operands_of(for_twins(call), part), part, slice(0, problem.seq_k))
     for modifier in problem.modifiers:
         if modifier.kind == "score":
             s = modifier.apply(s, tile)

@@ -21,6 +21,7 @@ from cuflash.inspection import (
     recurrence_of,
     scores_of,
     tile_states,
+    without_values,
 )
 from cuflash.modifiers import Modifier
 from cuflash.modifiers.base import device_of
@@ -150,10 +151,7 @@ def draw_tiles(
     >>> q = np.zeros((1, 512, 64), np.float32)
     >>> figure = cuflash.draw_tiles(q, q, tile=(64, 64), causal=True, window=(200, None))  # doctest: +SKIP
     """
-    given = api.present(mask=mask, bias=bias)
-    home, call, _ = api.enter(q, k, k, given, scale, causal, window, softcap, modifiers, layout, None)
-    if home.device is not None:
-        arrays.require_gpu()
+    home, call = without_values(q, k, mask, bias, scale, causal, window, softcap, modifiers, layout, None)
     at = place_of(call.problem, entry, head)
     block_q, block_k = tile_of(home, call) if tile is None else checked_tile(tile)
     figure = new_figure("draw_tiles", (6, 5.6), title)
@@ -223,10 +221,7 @@ def draw_recurrence(
     >>> q, k = rng.standard_normal((1, 1, 64)), rng.standard_normal((1, 512, 64))
     >>> figure = cuflash.draw_recurrence(q, k, -1, block=32)  # doctest: +SKIP
     """
-    given = api.present(mask=mask, bias=bias)
-    home, call, _ = api.enter(q, k, k, given, scale, causal, window, softcap, modifiers, layout, None)
-    if home.device is not None:
-        arrays.require_gpu()
+    home, call = without_values(q, k, mask, bias, scale, causal, window, softcap, modifiers, layout, None)
     at = place_of(call.problem, entry, head)
     (position,) = positions_of([row], call.problem.seq_q)
     columns = tile_of(home, call)[1] if block is None else checked_tile((1, block))[1]
