@@ -21,7 +21,7 @@ from cuflash import api, arrays, decode
 from cuflash.errors import ArgumentError, ShapeError, UnsupportedError
 from cuflash.modifiers import ALiBi
 from cuflash.modifiers.base import device_of, module_of
-from cuflash.problem import finite
+from cuflash.problem import finite, softcap_or_none
 
 UNBOUNDED = (-1, -1)
 #: cuflash's names of arguments that errors may name, and the callers'
@@ -546,14 +546,12 @@ def flash_options(
     """Options of cuflash's calls that mean what those of flash-attn do."""
     check_dropout(dropout_p)
     api.check_flag("causal", causal)
-    cap = finite("softcap", softcap, "float64")
-    if cap < 0:
-        raise ArgumentError(f"softcap={softcap!r}: must be greater than 0, or 0.0 for none")
+    cap = softcap_or_none(softcap, "float64")
     return {
         "scale": None if softmax_scale is None else finite("softmax_scale", softmax_scale, "float64"),
         "causal": bool(causal),
         "window": window_of(window_size),
-        "softcap": cap or None,
+        "softcap": cap,
         "modifiers": () if alibi_slopes is None else (ALiBi(alibi_slopes),),
     }
 

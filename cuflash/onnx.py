@@ -15,7 +15,7 @@ from cuflash import api, arrays, decode
 from cuflash.errors import ArgumentError, ShapeError
 from cuflash.modifiers import KeyLengths
 from cuflash.modifiers.base import device_of, module_of
-from cuflash.problem import Layout, canonical, dtype_name, finite, in_layout
+from cuflash.problem import Layout, canonical, dtype_name, finite, in_layout, softcap_or_none
 from cuflash.schedules.decode import MAX_HEAD_DIM
 
 DOUBLE = 11
@@ -173,7 +173,7 @@ def attention(
             left=left,
             right=0 if causal else right,
             scale=scale_of(scale, q),
-            softcap=softcap_of(softcap, q),
+            softcap=softcap_or_none(softcap, dtype_name(q.dtype)),
         )
         if softmax_precision == DOUBLE:
             node = node.in_float64()
@@ -288,13 +288,6 @@ def scale_of(scale: Any, q: Any) -> float:
             f"scale={scale!r}: must be at least 0, because its square root multiplies Q and K; negate Q"
         )
     return factor
-
-
-def softcap_of(softcap: Any, q: Any) -> float | None:
-    cap = finite("softcap", softcap, dtype_name(q.dtype))
-    if cap < 0:
-        raise ArgumentError(f"softcap={softcap!r}: must be greater than 0, or 0.0 for none")
-    return cap or None
 
 
 def layout_of(native: dict[str, Any], q_num_heads: Any, kv_num_heads: Any) -> Layout:

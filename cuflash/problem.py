@@ -403,6 +403,14 @@ def softcap_of(value: Any, dtype: str) -> float:
     return number
 
 
+def softcap_or_none(value: Any, dtype: str) -> float | None:
+    """The cap where another system's call says that 0 is none."""
+    number = finite("softcap", value, dtype)
+    if number < 0:
+        raise ArgumentError(f"softcap={value!r}: must be greater than 0, or 0.0 for none")
+    return number or None
+
+
 def user_modifiers(modifiers: Any) -> list[Modifier]:
     allowed = (ALiBi, KeyLengths, Documents, BlockMask, Sinks, Dropout, Written)
     remedy = (
