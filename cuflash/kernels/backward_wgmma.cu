@@ -256,7 +256,7 @@ __device__ __forceinline__ void add_in_turns(const Params& p, SharedStorage& sha
   Cursor<2> cursor;
   for (int i = 0; i < work.steps; ++i) {
     if (cursor.slot == slot) {
-      u32* const counter = static_cast<u32*>(p.turns) + 1 + step.number();
+      u32* const counter = turn_counter(p, step.number());
       const u32 turn = work.keys.begin / Config::kBlockK;
       cursor.wait_full(shared.dq_sums);
       wait_for_turn(counter, turn);

@@ -40,9 +40,9 @@ struct InputChannels {
 __device__ __forceinline__ void set_work(const Params& p, InputChannels& channels) {
   channels.work = Work(p, Config::kDeterministic ? int(channels.started) : int(blockIdx.x));
 }
-// Of the sums of one tile of queries, one for each consumer.
-__device__ __forceinline__ u32* turn_counter(const Params& p, int tile, int group) {
-  return static_cast<u32*>(p.turns) + 1 + 2 * i64(tile) + group;
+// Of the sums that are added in one turn; the first word counts the blocks.
+__device__ __forceinline__ u32* turn_counter(const Params& p, i64 sums) {
+  return static_cast<u32*>(p.turns) + 1 + sums;
 }
 
 // One thread: loads in the order in which the consumers use what is loaded.

@@ -72,7 +72,7 @@ struct Consumer {
     of.wait_full(shared.gradients);
     if constexpr (Config::kDeterministic)
       in_turn(
-          turn_counter(p, tile, group), work.keys.begin / Config::kBlockK, thread() == 0,
+          turn_counter(p, 2 * i64(tile) + group), work.keys.begin / Config::kBlockK, thread() == 0,
           [&] { bar_sync(kGroupBarrier + group, kWarpgroupThreads); }, [&] { add_panels(of, tile); });
     else
       add_panels(of, tile);
