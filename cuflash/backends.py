@@ -103,11 +103,6 @@ class Backend:
         refuse = getattr(self.schedule, "refusal", None)
         return refuse(problem, device, at, backward) if refuse else None
 
-    def hesitation(self, problem: Problem) -> str | None:
-        """Why this backend takes the problem on request only, or None."""
-        hesitate = getattr(self.schedule, "hesitation", None)
-        return hesitate(problem) if hesitate else None
-
 
 BACKENDS = (
     Backend(
@@ -139,8 +134,6 @@ def select(
         refusal = backend.refusal(problem, device, at, backward)
         if refusal is None and requested not in (None, backend.name):
             refusal = f"backend={requested!r} was asked for"
-        if refusal is None and requested is None:
-            refusal = backend.hesitation(problem)
         if refusal is None and chosen is not None:
             refusal = f"{chosen.name} is preferred"
         if refusal is None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 STEP = 16  # depth of one wgmma
 GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
-MAX_PACKED = 128  # packs of wider heads faulted on an H200 where a sequence had no keys, and have not run there since
 SMALLEST_QUERIES = 128  # tiles of more are for as many queries at least
 MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
 SEGMENT_BYTES = 24  # bounds of a packed sequence, a part of the two that follow; other calls have room to spare anyway
@@ -187,8 +186,6 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
         return "it has no registers left to draw the random numbers of Dropout in"
     changed = [m.name for m in problem.modifiers if m.kind in ("score", "mask")]
     widest = max(problem.head_dim, problem.head_dim_v)
-    if problem.is_packed and widest > MAX_PACKED:
-        return f"it takes packed sequences of head sizes up to {MAX_PACKED}, this one is {widest}"
     others = [name for name in changed if name != "softcap"]
     derived = [m for m in problem.modifiers if isinstance(m, Written) and (m.gradients or m.has_slope())]
     if for_backward and derived:
@@ -204,13 +201,6 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
                 tensormap.describe(name, problem, at[name], 1)
     except UnsupportedError as error:
         return str(error)
-    return None
-
-
-def hesitation(problem: Problem) -> str | None:
-    """Why these kernels take the problem only if they are asked for, or None."""
-    if problem.is_packed:
-        return "it takes packed sequences on request (backend='wgmma'): these kernels have not been measured yet"
     return None
 
 

@@ -13,7 +13,6 @@ import pytest
 from cuflash import segments, source
 from cuflash.gradients import gradients_type
 from cuflash.problem import Call
-from cuflash.schedules import wgmma
 from cuflash.variant import Variant
 from tests.emulator import kernels
 from tests.emulator.mutants import mutate
@@ -28,14 +27,6 @@ from tests.packs import Judge, Pack, alone
 #: on wgmma, forward by 128 x 32, where TMA takes the arrays
 TARGETS = ((75, "float16"), (80, "bfloat16"), (90, "bfloat16"), (75, "float32"), (80, "float64"), (90, "float32"))
 targets = pytest.mark.parametrize("target", TARGETS, ids=target_id)
-
-
-@pytest.fixture(autouse=True)
-def hopper_takes_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here Hopper's kernels take packs without being asked, and of all head sizes."""
-    monkeypatch.setattr(wgmma, "hesitation", lambda problem: None)
-    monkeypatch.setattr(wgmma, "MAX_PACKED", wgmma.MAX_HEAD_DIM)
-
 
 LENGTHS_Q, LENGTHS_K = (33, 0, 7, 64, 1, 20, 0), (40, 9, 0, 50, 65, 20, 0)
 PACK = Pack(LENGTHS_Q, LENGTHS_K, behind=(9, 37))
