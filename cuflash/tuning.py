@@ -63,6 +63,7 @@ class ForwardWgmmaTile(NamedTuple):
     optimistic: bool = True
     max_keys: int = 1 << 31  # that a query sees on average
     max_weight: int = 1 << 31  # schedules/wgmma.py, `weight`
+    max_head_dim_v: int = 256
 
 
 class DecodeTile(NamedTuple):
@@ -139,6 +140,7 @@ FORWARD_WGMMA = (
     ForwardWgmmaTile(128, 192, 80, 3, 1, continuous=False, max_weight=7),
     ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_weight=9),
     ForwardWgmmaTile(128, 128, 64, 3, 2, continuous=True),
+    ForwardWgmmaTile(192, 192, 80, 3, 1, continuous=False, max_weight=7, max_head_dim_v=128),
     ForwardWgmmaTile(192, 128, 128, 2, 1, continuous=False, max_weight=9),
     ForwardWgmmaTile(192, 128, 96, 2, 1, continuous=False, max_weight=9),
     ForwardWgmmaTile(192, 128, 64, 2, 1, continuous=False),

@@ -3,6 +3,7 @@
     python scripts/bench.py --suite foundation --peers torch --out scripts/results/h200-foundation.json
     python scripts/bench.py --suite foundation --cpu --out scripts/results/cpu-foundation.json
     python scripts/bench.py --suite hopper --peers all --out scripts/results/h200-hopper.json
+    python scripts/bench.py --suite accuracy --peers torch --out scripts/results/h200-accuracy.json
     python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
     python scripts/bench.py --suite turns --out scripts/results/h200-turns.json
     python scripts/bench.py --suite packed --peers all --out scripts/results/h200-packed.json
@@ -76,6 +77,7 @@ class Session:
             "seq_q",
             "head_dim",
             "causal",
+            "factor",
             "lengths",
             "pattern",
             "visible",
@@ -415,6 +417,45 @@ def hopper(session: Session) -> None:
                 if time.perf_counter() - started > LIMIT_S:
                     raise TimeoutError(f"left out: {LIMIT_S} s are over")
                 measure_speed(session, "hopper", shape, "bfloat16", causal, peers, backends=("wgmma",), cooled=True)
+
+
+def halves(session: Session) -> None:
+    """Float16 beside bfloat16, by wgmma in one rotation."""
+    for head_dim, seq, causal in product((64, 128), (4096,) if session.quick else (4096, 16384), (False, True)):
+        heads = 2048 // head_dim
+        shape = Shape(16384 // seq, heads, heads, seq, seq, head_dim, head_dim)
+        common: Row = {**asdict(shape), "causal": causal, "backend": "wgmma"}
+        with session.part("halves", "cuflash", **common):
+            dtypes = ("bfloat16", "float16")
+            made = {x: own_calls(Data.make(shape, x, with_tensors=False), causal, "wgmma") for x in dtypes}
+            for number, direction in enumerate(("forward", "backward")):
+                for dtype, ms in rotate({x: made[x][number] for x in dtypes}, session.rounds).items():
+                    tflops = shape.operations(direction, causal) / ms / 1e9
+                    session.add("halves", "cuflash", direction=direction, dtype=dtype, **common, ms=ms, tflops=tflops)
+
+
+def accuracy(session: Session) -> None:
+    """Errors against float64 beside cuDNN's on the same inputs, which are normal or peaked: queries times `factor`."""
+    factors, backends = (1, 3, 10), (None, "mma")
+    for dtype, head_dim, causal, factor in product(("bfloat16", "float16"), (64, 128, 256), (False, True), factors):
+        shape = Shape(1, 4, 4, 2048, 2048, head_dim, head_dim)
+        common: Row = {"dtype": dtype, **asdict(shape), "causal": causal, "factor": factor}
+        with session.part("accuracy", "cuflash", **common):
+            data = Data.make(shape, dtype, with_tensors=True)
+            data.tensors[0].mul_(factor)  # the same memory as the arrays'
+            exact = exact_results(data, causal)
+            found: dict[tuple[str, str | None], dict[str, tuple[Array, ...]]] = {}
+            for backend in backends:
+                forward, backward = own_calls(data, causal, backend)
+                found["cuflash", backend] = {"forward": forward()[:1], "backward": tuple(backward())}
+            with session.part("accuracy", "cudnn", **common):
+                *_, out, gradients = peer_calls("CUDNN_ATTENTION", data, causal)
+                found["cudnn", None] = {"forward": (out,), "backward": gradients}
+            for (system, backend), results in found.items():
+                for direction, outputs in results.items():
+                    error = largest_difference(outputs, exact[direction])
+                    chosen = {"backend": backend} if backend else {}
+                    session.add("accuracy", system, direction=direction, **common, **chosen, error=error)
 
 
 def turns(session: Session) -> None:
@@ -797,7 +838,8 @@ def packed_processor(session: Session) -> None:
 #: suite -> its parts on a GPU, and those that need none
 SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[Session], None], ...]]] = {
     "foundation": ((tensor_cores, wide_types, memory, host_time, first_call), (processor,)),
-    "hopper": ((hopper,), ()),
+    "hopper": ((hopper, halves), ()),
+    "accuracy": ((accuracy,), ()),
     "sparse": ((sparse,), (sparse_processor,)),
     "turns": ((turns,), ()),
     "packed": ((packed,), (packed_processor,)),

@@ -245,7 +245,9 @@ def fitting_forwards(problem: Problem, shared_limit: int) -> Iterator[ForwardWgm
     # short ones than these by theirs.
     keys, modifiers = 0 if problem.is_packed else mean_keys(problem), weight(problem)
     for tile in tuning.FORWARD_WGMMA:
-        if max(head_dim, head_dim_v) > tile.max_head_dim or keys > tile.max_keys or modifiers > tile.max_weight:
+        if max(head_dim, head_dim_v) > tile.max_head_dim or head_dim_v > tile.max_head_dim_v:
+            continue
+        if keys > tile.max_keys or modifiers > tile.max_weight:
             continue
         groups = tile.block_q // GROUP_ROWS
         producer, consumer = REGISTERS[groups]
