@@ -63,7 +63,6 @@ class ForwardWgmmaTile(NamedTuple):
     optimistic: bool = True
     max_keys: int = 1 << 31  # that a query sees on average
     max_weight: int = 1 << 31  # schedules/wgmma.py, `weight`
-    max_head_dim_v: int = 256
 
 
 class DecodeTile(NamedTuple):
@@ -134,13 +133,16 @@ FORWARD_WGMMA = (
     ForwardWgmmaTile(64, 256, 64, 6, 2, continuous=True, max_keys=4096, max_weight=3),
     # S 16384: 578 and 548 (256 x 64: 553 and 527)
     ForwardWgmmaTile(64, 192, 128, 4, 2, continuous=False, max_weight=7),
+    # S 1024: 520 and 383 (192 x 96: 460 and 327), S 4096: 570 and 511 (595 and 520)
+    ForwardWgmmaTile(96, 128, 128, 2, 2, continuous=True, max_keys=2048, max_weight=9),
+    # S 16384: 640 and 605 (192 x 112: 641 and 619, 192 x 80: 623 and 580, 128 x 128: 598 and 562)
+    ForwardWgmmaTile(96, 192, 96, 3, 1, continuous=False, max_weight=7),
     # S 1024: 586 and 445 (192 x 80: 514 and 381), S 4096 causal: 604 (600)
     ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_keys=3072, max_weight=9),
     # S 4096: 667 full (128 x 128: 655), S 8192: 718 and 681 (689 and 658), S 16384: 737 and 707 (705 and 672)
     ForwardWgmmaTile(128, 192, 80, 3, 1, continuous=False, max_weight=7),
     ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_weight=9),
     ForwardWgmmaTile(128, 128, 64, 3, 2, continuous=True),
-    ForwardWgmmaTile(192, 192, 80, 3, 1, continuous=False, max_weight=7, max_head_dim_v=128),
     ForwardWgmmaTile(192, 128, 128, 2, 1, continuous=False, max_weight=9),
     ForwardWgmmaTile(192, 128, 96, 2, 1, continuous=False, max_weight=9),
     ForwardWgmmaTile(192, 128, 64, 2, 1, continuous=False),

@@ -146,6 +146,10 @@ def entries() -> Iterator[Entry]:
         yield hopper("bfloat16", sizes, option)
     for sizes in ((64, 64), (128, 128), (192, 192), (256, 256)):
         yield hopper("bfloat16", sizes, "everything")
+    for sizes, option in product(
+        ((64, 64), (128, 128), (192, 128), (256, 256)), ("sparse-causal", "sparse-everything")
+    ):
+        yield hopper("bfloat16", sizes, option)
     yield hopper("bfloat16", (128, 128), "written")
     for sizes, option in product(((16, 16), (64, 64), (72, 72), (128, 128)), ("plain", "causal", "ranges")):
         yield hopper("bfloat16", sizes, option, LONG)

@@ -7,7 +7,8 @@
 // pipeline does not stop between tiles.
 // Invariants: producer and consumers walk the same blocks in the same order, at least one per tile; keys are walked in
 // descending order, so that hidden ones come first, and a warpgroup hands back unread what none of its own rows sees; what a
-// tile is travels with its queries; rows that the arrays or a packed segment do not have are zeros.
+// tile is travels with its queries, and where hidden blocks are passed over, which block it is with its keys; rows that the
+// arrays or a packed segment do not have are zeros.
 // Source: FlashAttention-3 (arXiv:2407.08608), algorithms 1 and 2.
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "hw/gemm_mma.cuh"
@@ -28,6 +29,15 @@ struct Tile : Segment<kPacked> {
   int head, head_k, batch;  // of the queries; that of the keys; entry, all batch axes merged
   int key_count;
   Range blocks;  // of keys, that some of the queries see
+
+  __device__ __forceinline__ Range queries() const { return {row, row + Config::kBlockQ}; }
+};
+
+// A block of keys where hidden ones are passed over: which one, and what else consumers need to know.
+struct Told {
+  int number;
+  bool open;  // no element needs a test
+  bool last;  // of its tile
 };
 
 struct SharedStorage {
@@ -40,6 +50,7 @@ struct SharedStorage {
   Tile tiles[2 * Config::kQueryStages];  // twice as many: one is still asked about when its queries have been replaced
   Tile coming;                           // in packs
   Channel<1> comings;
+  Told told[Config::kStages];  // of the keys in the slots
 
   // Without a place of its own, the output of a warpgroup takes that of its queries, panel by panel.
   __device__ __forceinline__ OutTile& out() {
@@ -49,8 +60,8 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/wgmma.py disagrees");
 static_assert(Config::kSeparateOut || (Config::kQueryStages == 1 && OutTile::kPanels <= QueryTile::kPanels),
               "the output may only take the place of a single tile of queries that is as wide");
-static_assert(!Visibility::kHidesTiles && !Visibility::kClearsTiles,
-              "schedules/wgmma.py refuses them: Work knows intervals");
+constexpr bool kTells = Visibility::kHidesTiles || Visibility::kClearsTiles;
+static_assert(!kTells || !kPacked, "packs have no modifier that looks at tiles");
 static_assert(!Config::kContinuous || (Config::kSeparateOut && Config::kQueryStages > 1),
               "the next queries arrive before this output is stored");
 
@@ -83,6 +94,19 @@ __device__ __forceinline__ Tile tile_of(const Params& p, int index) {
   tile.blocks = {first, max(first + 1, tiles_of(seen.end, Config::kBlockK))};
   return tile;
 }
+// Where a tile's queries and keys lie.
+__device__ __forceinline__ Place place_of(const Params& p, const Tile& tile) {
+  Place place;
+  place.take_rows(tile);
+  place.head = tile.head;
+  place.head_k = tile.head_k;
+  place.set_batch(p, tile.batch);
+  place.key_count = tile.key_count;
+  return place;
+}
+__device__ __forceinline__ Range keys_of_block(int block) {
+  return {block * Config::kBlockK, (block + 1) * Config::kBlockK};
+}
 __device__ __forceinline__ int tile_count(const Params& p) {
   return p.batch_size * p.heads_q * Place::query_tiles<Config::kBlockQ>(p);
 }
@@ -96,15 +120,10 @@ struct Work {
   Range open;       // those that all of its rows see whole
 
   __device__ __forceinline__ Work(const Params& p, const Tile& tile, int group)
-      : row(tile.row), first(tile.blocks.begin), last(tile.blocks.end), skipped(0) {
-    place.take_rows(tile);
-    place.head = tile.head;
-    place.head_k = tile.head_k;
-    place.set_batch(p, tile.batch);
-    place.key_count = tile.key_count;
+      : place(place_of(p, tile)), row(tile.row), first(tile.blocks.begin), last(tile.blocks.end), skipped(0) {
     const int own = row + group * kWarpgroupRows, seq_q = place.seq_q(p);
     const Range rows{min(own, seq_q - 1), min(own + kWarpgroupRows, seq_q)};
-    if constexpr (Visibility::kNarrows) {
+    if constexpr (Visibility::kNarrows && !kTells) {
       // Keys are skipped before values are, so no more than there is room for beside the first that are used.
       const int seen = tiles_of(keys_seen_by_any(p, place, rows).end, Config::kBlockK);
       skipped = min(last - max(first + 1, min(last, seen)), Config::kStages - 1);
@@ -114,6 +133,29 @@ struct Work {
     open = {tiles_of(all.begin, Config::kBlockK), all.end / Config::kBlockK};
   }
   __device__ __forceinline__ bool is_open(int block) const { return block >= open.begin && block < open.end; }
+};
+
+// The block of keys that a warpgroup is at: counted, or as the producer tells.
+struct Block {
+  int number = 0;
+  bool told_open = false, told_last = false;
+
+  // The first of a tile, once its keys are there.
+  __device__ __forceinline__ void enter(const Work& work, const Told& told) {
+    number = work.last;
+    advance(told);
+  }
+  // The next one, once its keys are there.
+  __device__ __forceinline__ void advance(const Told& told) {
+    --number;
+    if constexpr (kTells) {
+      number = told.number;
+      told_open = told.open;
+      told_last = told.last;
+    }
+  }
+  __device__ __forceinline__ bool is_last(const Work& work) const { return kTells ? told_last : number <= work.first; }
+  __device__ __forceinline__ bool is_open(const Work& work) const { return kTells ? told_open : work.is_open(number); }
 };
 
 // One thread of each block, when it takes no more: the last one leaves both words, tiles taken and blocks done, as they were
@@ -167,19 +209,24 @@ __device__ __forceinline__ void look_for_tiles(const Params& p, SharedStorage& s
   if (taker.taken) restart_counter(taker.taken);
 }
 
-// One thread: loads in the order in which the consumers use what is loaded.
+// One thread: loads in the order in which the consumers use what is loaded.  Where it passes over hidden blocks a whole warp,
+// whose lanes look at one block each; the first one does the rest.
+constexpr int kProducers = kTells ? 32 : 1;
 __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) {
+  const bool leads = kProducers == 1 || threadIdx.x == 0;
   Cursor<Config::kQueryStages> q_at;
   Cursor<Config::kStages> k_at, v_at;
   const auto load_q = [&](const Tile& tile) {
     q_at.wait_empty(shared.queries);
-    shared.tiles[place_of(q_at)] = tile;
-    const u32 full = q_at.full(shared.queries);
-    if (tile.row < 0) {
-      mbarrier_arrive(full);
-    } else {
-      const DescribedRow at = tile.described_query(p, tile.row, tile.batch);
-      load_panels(shared.q[q_at.slot], p.q_map, full, {0, at.row, tile.head, at.batch}, CachePolicy::kEvictFirst);
+    if (leads) {
+      shared.tiles[place_of(q_at)] = tile;
+      const u32 full = q_at.full(shared.queries);
+      if (tile.row < 0) {
+        mbarrier_arrive(full);
+      } else {
+        const DescribedRow at = tile.described_query(p, tile.row, tile.batch);
+        load_panels(shared.q[q_at.slot], p.q_map, full, {0, at.row, tile.head, at.batch}, CachePolicy::kEvictFirst);
+      }
     }
     q_at.advance();
   };
@@ -192,15 +239,41 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
     const DescribedRow at = tile.described_key(p, block * Config::kBlockK, tile.batch);
     load_panels(to, map, full, {0, at.row, tile.head_k, at.batch}, CachePolicy::kEvictLast);
   };
-  const auto load_k = [&](const Tile& tile, int block) {
-    k_at.wait_empty(shared.keys);
-    load_keys(shared.k[k_at.slot], p.k_map, k_at.full(shared.keys), tile, block);
-    k_at.advance();
-  };
   const auto load_v = [&](const Tile& tile, int block) {
     v_at.wait_empty(shared.values);
-    load_keys(shared.v[v_at.slot], p.v_map, v_at.full(shared.values), tile, block);
+    if (leads) load_keys(shared.v[v_at.slot], p.v_map, v_at.full(shared.values), tile, block);
     v_at.advance();
+  };
+  // The block from `block` on towards the first that the queries may see; below the tile's first if there is none.
+  const auto visible_from = [&](const Tile& tile, int block) {
+    if constexpr (kTells) {
+      const Place place = place_of(p, tile);
+      const int lane = int(threadIdx.x);
+      for (; block >= tile.blocks.begin; block -= 32) {
+        const int own = block - lane;
+        const u32 seen = __ballot_sync(
+            0xffffffffu, own >= tile.blocks.begin && !tile_is_hidden(p, place, tile.queries(), keys_of_block(own)));
+        if (seen) return block - (__ffs(int(seen)) - 1);
+      }
+    }
+    return block;
+  };
+  // The first block of a tile, hidden or not if there is but one; and the one behind a block.
+  const auto first_block = [&](const Tile& tile) {
+    return max(tile.blocks.begin, visible_from(tile, tile.blocks.end - 1));
+  };
+  // Loads the keys of a block, and returns the one behind it.
+  const auto load_k = [&](const Tile& tile, int block) {
+    const int next = visible_from(tile, block - 1);
+    k_at.wait_empty(shared.keys);
+    if (leads) {
+      if constexpr (kTells)
+        shared.told[k_at.slot] = {block, tile_is_open(p, place_of(p, tile), tile.queries(), keys_of_block(block)),
+                                  next < tile.blocks.begin};
+      load_keys(shared.k[k_at.slot], p.k_map, k_at.full(shared.keys), tile, block);
+    }
+    k_at.advance();
+    return next;
   };
 
   Taker taker(p);
@@ -212,7 +285,8 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
       coming_at.release(shared.comings);
       coming_at.advance();
     } else {
-      taker.advance();
+      if (leads) taker.advance();
+      if constexpr (kProducers > 1) taker.index = __shfl_sync(0xffffffffu, taker.index, 0);
       next = taker.tile(p);
     }
   };
@@ -223,34 +297,43 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
   if constexpr (!kPacked) next = taker.tile(p);
   await_next();
   load_q(next);
-  if (!kPacked || next.row >= 0) load_k(next, next.blocks.end - 1);
+  int block = 0, behind = 0;  // the last one whose keys are loaded, and the one that follows it
+  const auto begin_tile = [&] {
+    if (next.row < 0) return;
+    block = first_block(next);
+    behind = load_k(next, block);
+  };
+  begin_tile();
   while (next.row >= 0) {
     if constexpr (!kPacked) kept = next;
     const Tile& now = kPacked ? shared.tiles[place_of(q_at.previous())] : kept;
     take_next();
     bool announced = false;
-    for (int block = now.blocks.end - 2; block >= now.blocks.begin; --block) {
-      load_k(now, block);
+    for (int count = 2; behind >= now.blocks.begin; ++count) {
+      const int before = block;
+      block = behind;
+      behind = load_k(now, block);
       // With the third block of keys the consumers have left the tile before, and its queries are free.
-      if (Config::kQueryStages > 1 && now.blocks.end - block == 3) {
+      if (Config::kQueryStages > 1 && count == 3) {
         await_next();
         load_q(next);
         announced = true;
       }
-      load_v(now, block + 1);
+      load_v(now, before);
     }
+    const int last = block;
     if (!announced) await_next();
     if (Config::kQueryStages > 1) {
       if (!announced) load_q(next);
-      if (next.row >= 0) load_k(next, next.blocks.end - 1);
-      load_v(now, now.blocks.begin);
+      begin_tile();
+      load_v(now, last);
     } else {  // the next queries wait for the epilogue, keys and values need not
-      load_v(now, now.blocks.begin);
-      if (next.row >= 0) load_k(next, next.blocks.end - 1);
+      load_v(now, last);
+      begin_tile();
       load_q(next);
     }
   }
-  if (!kPacked && taker.taken) restart_counter(taker.taken);
+  if (!kPacked && leads && taker.taken) restart_counter(taker.taken);
 }
 
 // One warpgroup.
@@ -307,7 +390,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   };
   // Scores -> probabilities in place; tells whether the output must be rescaled by `alpha`.  Hands back the keys.
   bool trusted = false;  // whether the rows' maxima so far are fit for a guess
-  const auto softmax_step = [&](Softmax& softmax, const Work& work, int block, bool open, bool guesses) {
+  Block block;
+  const auto softmax_step = [&](Softmax& softmax, const Work& work, bool open, bool guesses) {
     bool moved = false, found = false;
     if (guesses) {
       found = softmax.guess(s, alpha, moved, p, release_keys, [&] {
@@ -323,7 +407,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     if (found && !moved) return false;
     if (!found) {
       ScoreSlopes<ScoreFragment> slopes;
-      scores_of<false>(s, slopes, s_at, p, work.place, {work.row, block * Config::kBlockK}, open);
+      scores_of<false>(s, slopes, s_at, p, work.place, {work.row, block.number * Config::kBlockK}, open);
       bool subtracted = false;
       moved = softmax.rebase(s, alpha, subtracted, p);
       softmax.exponentiate(s, subtracted, p);
@@ -344,6 +428,12 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       k_at.advance();
     }
   };
+  // What is told is read before the product: once that is there, another warp may hand the keys back.
+  const auto await_first = [&](const Work& work) {
+    skip_keys(work);
+    k_at.wait_full(shared.keys);
+    block.enter(work, shared.told[k_at.slot]);
+  };
   const auto skip_values = [&](const Work& work) {
     for (int rest = work.skipped; rest > 0; --rest) {
       clean_values(work, work.last + rest - 1);
@@ -353,8 +443,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     }
   };
   const auto first_step = [&](Softmax& softmax, const Work& work) {
-    const int block = work.last - 1;
-    softmax_step(softmax, work, block, work.is_open(block), false);
+    softmax_step(softmax, work, block.is_open(work), false);
   };
   const auto store = [&](Softmax& softmax, int tile) {
     const Tile& done = shared.tiles[tile];
@@ -399,8 +488,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   if (kPacked && tile < 0) return;  // but they may all be empty
   Work work(p, shared.tiles[tile], group);
   Softmax softmax;
-  skip_keys(work);
-  k_at.wait_full(shared.keys);
+  await_first(work);
   wgmma_fence();
   issue_scores();
   wgmma_wait_group<0>();
@@ -410,9 +498,10 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     probabilities.pack<Element>(s);
     clear(o);
     skip_values(work);
-    for (int block = work.last - 2; block >= work.first; --block) {
-      clean_values(work, block + 1);
+    while (!block.is_last(work)) {
+      clean_values(work, block.number);
       k_at.wait_full(shared.keys);
+      block.advance(shared.told[k_at.slot]);
       pin(probabilities);
       wgmma_fence();
       issue_scores();
@@ -420,11 +509,11 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       wgmma_fence();
       issue_output();
       // Only the first block reaches beyond the last key.
-      const bool open = !Visibility::kNarrows || work.is_open(block);
+      const bool open = !(Visibility::kNarrows || kTells) || block.is_open(work);
       const bool guesses = kGuesses && open && trusted;
       wgmma_wait_group<1>();
       pin(s);
-      const bool moved = softmax_step(softmax, work, block, open, guesses);
+      const bool moved = softmax_step(softmax, work, open, guesses);
       wgmma_wait_group<0>();
       pin(o);
       pin(probabilities);
@@ -434,7 +523,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     }
 
     if (Config::kSeparateOut) release_queries();
-    clean_values(work, work.first);
+    clean_values(work, block.number);
     Softmax done = softmax;
     const int done_tile = tile;
     softmax = Softmax();
@@ -443,8 +532,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       tile = next_tile();
       if (tile >= 0) {
         work = Work(p, shared.tiles[tile], group);
-        skip_keys(work);
-        k_at.wait_full(shared.keys);
+        await_first(work);
       }
       pin(probabilities);
       wgmma_fence();
@@ -476,8 +564,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       tile = next_tile();
       if (tile < 0) break;
       work = Work(p, shared.tiles[tile], group);
-      skip_keys(work);
-      k_at.wait_full(shared.keys);
+      await_first(work);
       wgmma_fence();
       issue_scores();
       wgmma_wait_group<0>();
@@ -506,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) produce(p, shared);
+    if (threadIdx.x < kProducers) produce(p, shared);
     if (kPacked && threadIdx.x == 32) look_for_tiles(p, shared);
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();

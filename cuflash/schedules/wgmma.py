@@ -28,12 +28,15 @@ SMALLEST_QUERIES = 128  # tiles of more are for as many queries at least
 MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
 SEGMENT_BYTES = 24  # bounds of a packed sequence, a part of the two that follow; other calls have room to spare anyway
 TILE_BYTES = 28 + SEGMENT_BYTES  # what consumers are told of a tile of queries
+TOLD_BYTES = 8  # and of a block of keys
 WORK_BYTES = 48 + SEGMENT_BYTES  # what a block of the backward is told of its tile of keys
 SCORED = 8  # weight of what looks at single scores
 
 #: registers per thread of the producer and of each consumer, by consumers: together at most what the launch reserves
 #: (65536 / threads, rounded down to a multiple of 8, for each thread; PTX ISA, "setmaxnreg")
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
+#: the same where the producer looks for the tiles that are not hidden; such calls have tiles for two consumers
+REGISTERS_TO_LOOK = {2: (88, 208)}
 
 
 def channel_bytes(slots: int) -> int:
@@ -83,7 +86,7 @@ class ForwardWgmma:
         keys = self.stages * (panel_bytes(self.block_k, self.head_dim) + panel_bytes(self.block_k, self.head_dim_v))
         out = panel_bytes(self.block_q, self.head_dim_v) if self.separate_out else 16
         channels = channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + channel_bytes(1)
-        told = (2 * self.query_stages + 1) * TILE_BYTES
+        told = (2 * self.query_stages + 1) * TILE_BYTES + self.stages * TOLD_BYTES
         return padded(queries + keys + out + channels + told, PANEL_ALIGNMENT)
 
     def blocks(self, problem: Problem) -> int:
@@ -180,8 +183,9 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
         return f"it computes no statistics beside lse, and {', '.join(asked)} was asked for"
     if not (problem.batch_size and problem.seq_q and problem.seq_k):
         return "an array is empty, which no tensor map describes"
-    if sparse := [m.name for m in problem.modifiers if m.knows_tiles()]:
-        return f"it does not pass over the tiles that {', '.join(sparse)} hides"
+    sparse = [m.name for m in problem.modifiers if m.knows_tiles()]
+    if sparse and for_backward:
+        return f"its backward does not pass over the tiles that {', '.join(sparse)} hides"
     if problem.modifier("dropout"):
         return "it has no registers left to draw the random numbers of Dropout in"
     changed = [m.name for m in problem.modifiers if m.kind in ("score", "mask")]
@@ -244,13 +248,12 @@ def fitting_forwards(problem: Problem, shared_limit: int) -> Iterator[ForwardWgm
     # Packed sequences are all taken for short ones, whatever they are (`Problem.longest_q`): long ones lose less by the tiles of
     # short ones than these by theirs.
     keys, modifiers = 0 if problem.is_packed else mean_keys(problem), weight(problem)
+    looks = any(m.knows_tiles() for m in problem.modifiers)
     for tile in tuning.FORWARD_WGMMA:
-        if max(head_dim, head_dim_v) > tile.max_head_dim or head_dim_v > tile.max_head_dim_v:
-            continue
-        if keys > tile.max_keys or modifiers > tile.max_weight:
+        if max(head_dim, head_dim_v) > tile.max_head_dim or keys > tile.max_keys or modifiers > tile.max_weight:
             continue
         groups = tile.block_q // GROUP_ROWS
-        producer, consumer = REGISTERS[groups]
+        producer, consumer = (REGISTERS_TO_LOOK if looks else REGISTERS)[groups]
         config = ForwardWgmma(
             head_dim=head_dim,
             head_dim_v=head_dim_v,

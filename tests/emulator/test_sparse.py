@@ -22,16 +22,20 @@ from tests.emulator.test_mma import TILES, target_id
 from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
 from tests.emulator.test_simt import BACKWARD, FORWARD
 from tests.emulator.test_simt import tile as simt_tile  # noqa: F401 (a fixture)
+from tests.emulator.test_wgmma import hopper
+from tests.emulator.test_wgmma import tile as wgmma_tile  # noqa: F401 (a fixture)
 
 #: small tiles: 32 x 16 forward and 32 x 32 backward for 16 bits, 16 x 32 and 16 x 16 for the others
-TARGETS = ((75, "float16"), (80, "bfloat16"), (90, "bfloat16"), (75, "float32"), (80, "float64"), (90, "float32"))
+TARGETS = ((75, "float16"), (80, "bfloat16"), (100, "bfloat16"), (75, "float32"), (80, "float64"), (90, "float32"))
 targets = pytest.mark.parametrize("target", TARGETS, ids=target_id)
+#: and forward by wgmma, 128 x 32
+with_hopper = pytest.mark.parametrize("target", [*TARGETS, (90, "bfloat16")], ids=target_id)
 
 Pattern = Callable[[np.random.Generator, tuple[int, int, int]], np.ndarray]
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(mma_tile: Any, simt_tile: Any) -> None:  # noqa: F811
+def small_tiles(mma_tile: Any, simt_tile: Any, wgmma_tile: Any) -> None:  # noqa: F811
     """Every test runs with them, unless it sets others."""
 
 
@@ -76,7 +80,7 @@ def made(target: tuple[int, str], chain: list[Modifier], **changes: Any) -> tupl
 
 
 # ---- patterns ----------------------------------------------------------------------------------------------------------
-@targets
+@with_hopper
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns(pattern: str, target: tuple[int, str]) -> None:
     """Each under three seeds of the schedule, and under the other three with a causal mask."""
@@ -93,7 +97,7 @@ def test_sizes_of_blocks(size: tuple[int, int], target: tuple[int, str]) -> None
         check_call(*made(target, [BlockMask(blocks, size)], window=window), target[0], (seed,))
 
 
-@targets
+@with_hopper
 @pytest.mark.parametrize("lengths", [(32, 32, 39), (1, 64, 38), (103,), (33,) * 4, (7,) * 15, (0, 96, 7)], ids=str)
 def test_packed_documents(lengths: tuple[int, ...], target: tuple[int, str]) -> None:
     """The queries are the last ones of the same documents, as in a continued sequence."""
@@ -103,7 +107,7 @@ def test_packed_documents(lengths: tuple[int, ...], target: tuple[int, str]) -> 
         check_call(*made(target, [Documents(ids[-85:], ids)], causal=causal), target[0], (seed,))
 
 
-@targets
+@with_hopper
 def test_documents_that_meet_nowhere(target: tuple[int, str]) -> None:
     for seed, (q, k) in enumerate(((0, 1), (1, 0), (-(1 << 31), (1 << 31) - 1), (5, 5), (7, 7), (3, -3))):
         chain = [Documents(np.full(85, q, np.int32), np.full(103, k, np.int32))]
@@ -113,7 +117,7 @@ def test_documents_that_meet_nowhere(target: tuple[int, str]) -> None:
         check_call(call, dout, dlse, target[0], (seed,))
 
 
-@targets
+@with_hopper
 def test_documents_with_blocks_lengths_and_a_mask(target: tuple[int, str]) -> None:
     rng = np.random.default_rng(2)
     ids = np.sort(rng.integers(0, 3, (2, 103)).astype(np.int32), axis=-1)
@@ -218,6 +222,23 @@ def test_what_is_hidden_is_not_read(kind: str, target: tuple[int, str], text: Ca
         assert all(found)
     else:
         assert not all(found)
+
+
+@pytest.mark.parametrize("kind", ["documents", "blocks"])
+def test_hopper_does_not_read_what_is_hidden(kind: str) -> None:
+    """The same of the forward by wgmma, whose tiles have 128 queries; many blocks of keys, by one block and by several."""
+    arrays = Case("hidden", "bfloat16", batch=(1,), heads_q=1, heads_k=1, seq_q=512, seq_k=2560).make()
+    q, k, v = (arrays[name] for name in "qkv")
+    ids_q, ids_k = (np.arange(n, dtype=np.int32) // size for n, size in ((512, 128), (2560, 640)))
+    chain = [Documents(ids_q, ids_k)] if kind == "documents" else [BlockMask(np.eye(4, dtype=bool), (128, 640))]
+    expectation = kernels.Expectation(problem.describe(q, k.copy(), v.copy(), modifiers=chain))
+    k[..., 640:1280, :] = v[..., 640:1280, :] = np.nan
+    dirty = problem.describe(q, k, v, modifiers=chain)
+    for seed, blocks in enumerate((1, 2, 3, 4, 132, 1)):
+        out, lse = forward(dirty, hopper(blocks), seed)
+        assert np.isnan(out[..., 128:256, :].astype(np.float64)).all()
+        out[..., 128:256, :], lse[..., 128:256] = expectation.out[..., 128:256, :], expectation.lse[..., 128:256]
+        expectation.check_forward(out, lse)
 
 
 def all_close(x: np.ndarray, y: np.ndarray) -> bool:

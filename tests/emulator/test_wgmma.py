@@ -149,20 +149,8 @@ CORE = ("causal", "bias", "everything")
 WHOLE_ROWS = {"everything": {"head_dim_v": 24}}
 
 
-def names_of_options(sparse: bool) -> list[str]:
-    """Names of the options that hide by documents or blocks, or of all others."""
-    return [name for name, options in OPTIONS.items() if sparse == bool({"documents", "blocks"} & options.keys())]
-
-
-@pytest.mark.parametrize("name", names_of_options(sparse=True))
-def test_what_hides_whole_tiles_is_refused(tile, name):
-    call, _, _ = Case(name, "bfloat16", **{**OPTIONS[name], **WHOLE_ROWS.get(name, {})}).call()
-    with pytest.raises(UnsupportedError, match=r"it does not pass over the tiles that (documents|blocks)"):
-        forward(call)
-
-
 def option_parameters() -> Iterable:
-    for name, dtype in product(names_of_options(sparse=False), DTYPES):
+    for name, dtype in product(OPTIONS, DTYPES):
         if dtype == "bfloat16" or name in CORE:
             yield pytest.param(name, dtype, id=f"{name}-{dtype}")
 

@@ -20,7 +20,7 @@ from tests.tolerance import Expectation
 
 DEVICE = Device(90, 227 * 1024, multiprocessors=2)  # two blocks, so that each takes many tiles
 #: head sizes that a tile takes and that end inside a panel, by its largest
-SIZES = {64: (48, 48), 128: (80, 80), 192: (144, 80), 256: (208, 208)}
+SIZES = {64: (48, 48), 96: (72, 88), 128: (80, 80), 192: (144, 80), 256: (208, 208)}
 TILES = {
     f"{tile.block_q}x{tile.block_k}-d{tile.max_head_dim}": (tile, SIZES[tile.max_head_dim])
     for tile in tuning.FORWARD_WGMMA

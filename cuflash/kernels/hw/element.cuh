@@ -90,8 +90,8 @@ __device__ __forceinline__ float exp2_of(float x) {
 __device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
 __device__ __forceinline__ float log_of(float x) { return logf(x); }
 __device__ __forceinline__ double log_of(double x) { return log(x); }
-__device__ __forceinline__ float ceil_log2_of(float x) { return ceilf(log2f(x)); }
-__device__ __forceinline__ double ceil_log2_of(double x) { return ceil(log2(x)); }
+__device__ __forceinline__ float log2_of(float x) { return log2f(x); }
+__device__ __forceinline__ double log2_of(double x) { return log2(x); }
 __device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 __device__ __forceinline__ float max_of(float x, float y) { return fmaxf(x, y); }
