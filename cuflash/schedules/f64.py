@@ -18,8 +18,9 @@ SLOW = (
 MULTIPLY_ADDS, BYTES, ARRIVING, STEP = 128, 128, 24, 300
 EXPONENTIAL = 40 / 64  # for one of them, and all else that is done to a score
 # Registers of a thread's numbers in builds of CUDA 13 without spills: where nothing looks at single scores, where one modifier
-# or those without slopes do, and where more do; and of sums alone, and with dq and the operands of its product.
-PLAIN, MODIFIED, RICH, MAX_SUMS, MAX_DQ = 192, 176, 160, 128, 208
+# or those without slopes do, where more do, and where these know tiles as well; of sums alone, and with dq and the operands of
+# its product.
+PLAIN, MODIFIED, RICH, CROWDED, MAX_SUMS, MAX_DQ = 192, 176, 160, 144, 128, 208
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ def best_backward(
         return None
     best: tuple[float, BackwardF64] | None = None
     limit = PLAIN if modifiers <= 6 else MODIFIED if modifiers <= (66 if has_slopes else 186) else RICH
+    limit = CROWDED if modifiers > 400 else limit
     for config in tiles(padded(head_dim, 16), padded(head_dim_v, 16), aligned):
         too_long = (config.block_q > max_q and config.block_q > 16) or (config.block_k > max_k and config.block_k > 16)
         scores = config.sum_registers + config.block_q * config.row_blocks * (3 if has_slopes else 2)
