@@ -1,6 +1,7 @@
 """Host side of forward_simt.cu and backward_simt.cu: float32 and float64 on every architecture.
 
-Products are scalar multiply-adds; the forward's float64 products run on tensor cores where there are any (sm_80 and later).
+Products are scalar multiply-adds; the forward's float64 products run on tensor cores where there are any (sm_80 and later), the
+backward's in a kernel of their own where these are fast (schedules/f64.py).
 
 A warp is a grid of lanes, `lane_rows` rows of ``32 / lane_rows``, and a thread holds a small block of every product.  What
 bounds such a product is how often a thread must go to shared memory: a block of r x c results needs r + c vector loads for
