@@ -1,6 +1,7 @@
 """Host side of forward_simt.cu and backward_simt.cu: float32 and float64 on every architecture.
 
-Products are scalar multiply-adds; the forward's float64 products run on tensor cores where there are any (sm_80 and later).
+Products are scalar multiply-adds; the forward's float64 products run on tensor cores where there are any (sm_80 and later), the
+backward's in a kernel of their own where these are fast (schedules/f64.py).
 
 A warp is a grid of lanes, `lane_rows` rows of ``32 / lane_rows``, and a thread holds a small block of every product.  What
 bounds such a product is how often a thread must go to shared memory: a block of r x c results needs r + c vector loads for
@@ -19,7 +20,9 @@ from cuflash import tuning
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import Modifier, Written
 from cuflash.problem import Problem
+from cuflash.schedules import f64
 from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
+from cuflash.schedules.f64 import BackwardF64
 from cuflash.schedules.rows import BackwardConvertSimt
 
 ALL_BANKS = 128  # bytes that one pass over the banks of shared memory moves
@@ -244,7 +247,7 @@ def idle(warps: int, blocks: int) -> float:
     return 1 + (WARPS / (warps * blocks) - 1) / 2
 
 
-def convert(problem: Problem, main: BackwardSimt) -> BackwardConvertSimt:
+def convert(problem: Problem, main: BackwardSimt | BackwardF64) -> BackwardConvertSimt:
     """The kernel that brings the sums of dq into the caller's strides; they are row-major whatever the tile of `main`."""
     return BackwardConvertSimt(block_q=main.block_q if problem.is_packed else 0)
 
@@ -382,20 +385,19 @@ def best_forward(
     return best[1]
 
 
-def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardSimt:
+def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardSimt | BackwardF64:
     """The backward's tile; as `forward`, with dout among the arrays that must admit vectors."""
-    itemsize = 8 if problem.dtype == "float64" else 4
-    return best_backward(
-        problem.head_dim,
-        problem.head_dim_v,
-        itemsize,
-        longest(problem.longest_q),
-        longest(problem.longest_k),
-        any(m.has_slope() for m in problem.modifiers),
-        modifier_registers(problem),
-        shared_limit,
-        aligned,
+    sizes, longest_sides = (
+        (problem.head_dim, problem.head_dim_v),
+        (longest(problem.longest_q), longest(problem.longest_k)),
     )
+    has_slopes, taken = any(m.has_slope() for m in problem.modifiers), modifier_registers(problem)
+    if problem.dtype == "float64":
+        found = f64.best_backward(*sizes, *longest_sides, has_slopes, taken, shared_limit, aligned)
+        if found is not None:
+            return found
+    itemsize = 8 if problem.dtype == "float64" else 4
+    return best_backward(*sizes, itemsize, *longest_sides, has_slopes, taken, shared_limit, aligned)
 
 
 @cache

@@ -15,7 +15,6 @@ from cuflash.schedules import simt
 from tests.cases import Case
 from tests.emulator import kernels
 from tests.emulator.kernels import SEEDS
-from tests.emulator.test_simt import BACKWARD as BACKWARD_SIMT
 from tests.emulator.test_simt import forced_backward
 from tests.test_batch_invariance import ENTRIES, alone, bits, many
 
@@ -30,7 +29,7 @@ def tile(monkeypatch):
     monkeypatch.setattr(tuning, "COLUMNS_MMA", (tuning.ColumnsTile(16, 32, 2, 2, 1),))
     monkeypatch.setattr(tuning, "COLUMNS_SIMT", (tuning.ColumnsSimtTile(2, 4, 2, 2),))
     monkeypatch.setattr(tuning, "BACKWARD_MMA", (tuning.BackwardTile(32, 32, 2, 1, 2, 2, 1),))
-    monkeypatch.setattr(simt, "backward", forced_backward(BACKWARD_SIMT["one warp a half"]))
+    monkeypatch.setattr(simt, "backward", forced_backward("one warp a half"))
 
 
 def results(made: dict[str, Any], arch: int, seed: int, names: tuple[str, ...], **options: Any) -> list[Any]:

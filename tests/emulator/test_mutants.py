@@ -31,6 +31,8 @@ CASES = {
     # many blocks add to one tile of queries, and with a window others to each
     "turns": Case("turns", "float16", batch=(), heads_k=1, seq_q=100, seq_k=180, head_dim=24),
     "turns in float32": Case("turns in float32", "float32", batch=(), heads_k=1, seq_q=140, seq_k=300),
+    "turns in float64": Case("turns in float64", "float64", batch=(), heads_k=1, seq_q=140, seq_k=300),
+    "float64": Case("float64", "float64", heads_k=1, causal="top_left", lengths=(45, 29), dlse=True, head_dim=24),
     "turns in a window": Case("turns in a window", "float16", batch=(), heads_q=1, heads_k=1, seq_q=140, seq_k=140,
                               window=(40, 20), head_dim=24),
     "turns of chunks": Case("turns of chunks", "float16", batch=(), heads_q=1, heads_k=1, seq_k=70, head_dim=160,
@@ -150,6 +152,23 @@ MUTANTS = [
               ".end > query_tile", ".end >= query_tile", case="turns in a window"),
     sown_turn("backward_delta", "blocks are counted from where the memory stood",
               "if (line == 0 && lane == 0) *turns = 0;", ""),
+    # ---- the two halves of a block
+    sown("backward_f64", "queries are read before they arrive",
+         "shared.q[stage]); wait_for_copies();", "shared.q[stage]);", case="float64"),
+    sown("backward_f64", "dO is read before it arrives",
+         "wait_for_copies(); bar_sync(kSecondHalf, kHalfThreads);", "bar_sync(kSecondHalf, kHalfThreads);", case="float64"),
+    sown("backward_f64", "dP takes the place of a dS that is read",
+         "bar_sync(kSecondHalf, kHalfThreads);  // dO", "//", case="float64"),
+    sown("backward_f64", "P and dP are not waited for",
+         "__syncthreads();  // P and dP are complete", "", case="float64"),
+    sown("backward_f64", "dS is not waited for",
+         "__syncthreads();  // dS is complete, the next Q has arrived; P, Q and dO are no longer read", "", case="float64"),
+    sown("backward_f64", "the last dQ is forgotten",
+         "if (before >= 0) {", "if (before >= 0 && steps > 0) {", case="float64"),
+    sown("backward_f64", "a warp's dS is not waited for",
+         "__syncwarp();  // this warp's dS is complete", "", case="float64"),
+    sown_turn("backward_f64", "the turn is that of this step's tile",
+              "+ 1 + before, tile", "+ 1 + number_of(head, query_tile), tile", case="turns in float64"),
     # ---- attention
     sown("forward_mma", "the accumulator keeps its old base",
          "o[i] *= alpha[Accumulator::slot(i)]", "", case="growing"),
@@ -381,7 +400,7 @@ class Trial:
         self.dout, self.dlse = made["dout"], made["dlse"]
         self.expectation = Expectation(self.call, self.dout, self.dlse)
         self.out = self.expectation.plain["out"]
-        self.lse = self.expectation.lse.astype(np.float32)
+        self.lse = self.expectation.lse.astype(self.call.problem.accumulator)
 
     def variant(self, kernel: str) -> Variant:
         """The variant of that kernel which the case runs."""

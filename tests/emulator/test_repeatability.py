@@ -17,7 +17,6 @@ from cuflash.schedules import mma, simt
 from tests.cases import OPTIONS, STRIDES, Case
 from tests.emulator import kernels
 from tests.emulator.kernels import SEEDS
-from tests.emulator.test_simt import BACKWARD as BACKWARD_SIMT
 from tests.emulator.test_simt import forced_backward
 from tests.tolerance import Expectation
 
@@ -41,7 +40,7 @@ def tile(monkeypatch):
 
     def force(backward="two stages", backward_simt="one warp a half"):
         monkeypatch.setattr(tuning, "BACKWARD_MMA", (TILES[backward],))
-        monkeypatch.setattr(simt, "backward", forced_backward(BACKWARD_SIMT[backward_simt]))
+        monkeypatch.setattr(simt, "backward", forced_backward(backward_simt))
 
     force()
     return force

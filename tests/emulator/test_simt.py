@@ -16,8 +16,9 @@ import pytest
 from cuflash import problem
 from cuflash.backends import Device, described_device
 from cuflash.errors import UnsupportedError
-from cuflash.schedules import simt
+from cuflash.schedules import f64, simt
 from cuflash.schedules.base import padded
+from cuflash.schedules.f64 import BackwardF64
 from cuflash.schedules.simt import BackwardSimt, ForwardSimt
 from tests.cases import OPTIONS, STRIDES, Case
 from tests.emulator.kernels import SEEDS, check, check_call, forward
@@ -39,6 +40,13 @@ BACKWARD = {
     "tall": (32, 16, 8, 4, 4, 2, 8, 4, 8),
     "twelve keys a thread": (32, 96, 4, 1, 8, 1, 8, 1, 8),
 }
+#: the same for float64 on tensor cores: block_q, block_k, warps, and warps that share the queries of dq
+BACKWARD_F64 = {
+    "one warp a half": (16, 16, 2, 1),
+    "flat": (24, 32, 4, 1),
+    "tall": (32, 64, 8, 4),
+    "twelve keys a thread": (8, 64, 4, 1),
+}
 
 
 @pytest.fixture
@@ -57,18 +65,22 @@ def tile(monkeypatch):
             return ForwardSimt(padded(call.head_dim, 8), width, block_k, warps, lane_rows, thread_rows, 1, aligned)
 
         monkeypatch.setattr(simt, "forward", forced_forward)
-        monkeypatch.setattr(simt, "backward", forced_backward(BACKWARD[backward]))
+        monkeypatch.setattr(simt, "backward", forced_backward(backward))
 
     force()
     return force
 
 
-def forced_backward(row: tuple[int, ...]) -> Callable[..., BackwardSimt]:
-    """What takes the place of `simt.backward` so that every call gets this tile: a row of `BACKWARD`."""
-    block_q, block_k, warps, *rows = row
+def forced_backward(name: str) -> Callable[..., BackwardSimt | BackwardF64]:
+    """What takes the place of `simt.backward` so that every call gets this tile."""
+    block_q, block_k, warps, *rows = BACKWARD[name]
     unit = 2 * max(units(warps // 2, *rows[2:4]), units(warps, *rows[4:6]))
 
     def forced(call, shared_limit, aligned):
+        if call.dtype == "float64" and shared_limit > f64.SLOW:
+            tile = BACKWARD_F64[name]
+            rows_of_dq = 8 * tile[2] // tile[3]
+            return BackwardF64(padded(call.head_dim, rows_of_dq), padded(call.head_dim_v, 16), *tile, 1, aligned)
         widths = padded(call.head_dim, unit), padded(call.head_dim_v, unit)
         return BackwardSimt(*widths, block_q, block_k, warps, *rows, 1, aligned)
 

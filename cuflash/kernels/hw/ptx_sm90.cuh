@@ -34,13 +34,7 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   }
 }
 
-// ---- named barriers (1 to 15; 0 is __syncthreads), registers ------------------------------------------------------------
-__device__ __forceinline__ void bar_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void bar_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
+// ---- registers ------------------------------------------------------------------------------------------------------------
 template <int kRegisters> __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
