@@ -61,6 +61,8 @@ STATISTICS = ("maximum", "entropy", "column_sums")
 _STATISTICS: Fields = tuple(("View", name) for name in STATISTICS)
 #: heads whose tiles are worked on side by side
 _ORDER: Fields = (("int", "section"),)
+#: what kernels that multiply float32 in planes of float16 keep between them; null for others
+_SPLIT: Fields = (("Pointer", "planes"), ("Pointer", "magnitudes"))
 _PERSISTENT: Fields = (("Pointer", "tile_counter"),)
 #: `parts` and `part_totals` hold results over parts of the keys, `arrivals` counts them
 _DECODE: Fields = (
@@ -97,6 +99,8 @@ def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = (
         table += _DECODE
     elif maps:
         table += _PERSISTENT
+    if direction != "decode":
+        table += _SPLIT
     if statistics:
         table += _STATISTICS
     return table + tuple(("TensorMap", f"{name}_map") for name in maps)

@@ -202,6 +202,7 @@ def run_forward(
     arrays = planning.forward_arrays(call, out, lse, **asked)
     places = planning.places_of(problem, arrays)
     plan = planning.plan_forward.__wrapped__(problem, device, places, run.requested)
+    arrays |= {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}
     counter = memory.like(np.zeros(2, np.uint32), "tile_counter")[0]
     if "tile_counter" in plan.offsets and seed % 2:  # tiles are given out, else shared out beforehand
         arrays["tile_counter"] = counter
