@@ -118,7 +118,7 @@ def plan_forward(
     if isinstance(config, split.ForwardSplit):
         before = split.splitting(problem, config.planes, aligned)
         rest = split.rest(problem, device.shared_limit, aligned, config)
-        steps = [*steps_of(problem, names, *before), *steps, *steps_of(problem, names, rest)]
+        steps = [*steps_of(problem, split.names(names), *before), *steps, *steps_of(problem, names, rest)]
         split_bytes = split.workspace(problem, config.planes)
     if "column_sums" in at:  # a pass over the scores that follows, because it needs lse
         columns = schedule.columns(problem, device.shared_limit, all(at[n].aligned(16, axes) for n in "qk"))

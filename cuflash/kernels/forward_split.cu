@@ -24,6 +24,11 @@ struct SharedStorage {
   SharedTile<Config::kBlockQ, Config::kHeadDim, Half> q[kPlanes];
   SharedTile<Config::kBlockK, Config::kHeadDim, Half> k[Config::kStages][kPlanes];
   SharedTile<Config::kBlockK, Config::kChunk, Half> v[Config::kStages][kPlanes];
+  const Half* volatile keys[kPlanes];  // where planes begin: the loop has no registers left to keep addresses in
+  const Half* volatile values[kPlanes];
+  volatile int seen_begin, seen_end;
+  volatile float unscale;  // what scores are multiplied with
+  volatile int last;
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/split.py disagrees");
 
@@ -68,22 +73,19 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   if constexpr (Visibility::kHidesTiles) first = next_visible_block<Config::kBlockK>(p, place, queries, first, last);
   constexpr int width = Config::kHeadDim, width_v = Config::kWidthV;
   const int of_keys = key_head(p, place);
-  const Half* keys = plane_of<kPlanes>(p, kSplitK, 0, of_keys);
-  const Half* values = plane_of<kPlanes>(p, kSplitV, 0, of_keys) + work.columns.begin;
-  const i64 keys_apart = SplitShape(p, kSplitK).size(), values_apart = SplitShape(p, kSplitV).size();
   const auto load_k = [&](int block, int stage) {
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane)
-      copy_tile<Config::kThreads, true>(shared.k[stage][plane], Matrix<const Half>{keys + plane * keys_apart, width, 1},
-                                        block * Config::kBlockK, seen, width);
+      copy_tile<Config::kThreads, true>(shared.k[stage][plane], Matrix<const Half>{shared.keys[plane], width, 1},
+                                        block * Config::kBlockK, Range{shared.seen_begin, shared.seen_end}, width);
     cp_async_commit_group();
   };
   const auto load_v = [&](int block, int stage) {
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane)
-      copy_tile<Config::kThreads, true>(shared.v[stage][plane],
-                                        Matrix<const Half>{values + plane * values_apart, width_v, 1},
-                                        block * Config::kBlockK, seen, width_v - work.columns.begin);
+      copy_tile<Config::kThreads, true>(shared.v[stage][plane], Matrix<const Half>{shared.values[plane], width_v, 1},
+                                        block * Config::kBlockK, Range{shared.seen_begin, shared.seen_end},
+                                        width_v - work.columns.begin);
     cp_async_commit_group();
   };
 
@@ -100,6 +102,17 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     for (int plane = 0; plane < kPlanes; ++plane)
       copy_tile<Config::kThreads, true>(shared.q[plane], plane_matrix(p, kSplitQ, plane, query_head(p, place), width),
                                         queries.begin, queries, width);
+    if (threadIdx.x < kPlanes) {
+      shared.keys[threadIdx.x] = plane_of<kPlanes>(p, kSplitK, threadIdx.x, of_keys);
+      shared.values[threadIdx.x] = plane_of<kPlanes>(p, kSplitV, threadIdx.x, of_keys) + work.columns.begin;
+    }
+    if (threadIdx.x == 0) {
+      shared.seen_begin = seen.begin;
+      shared.seen_end = seen.end;
+      shared.last = last;
+      shared.unscale = power_of_two(-exponents(p, kSplitQ)[query_head(p, place)] - exponents(p, kSplitK)[of_keys]);
+    }
+    __syncthreads();
     load_k(first, 0);
     load_v(first, 0);
   }
@@ -111,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       const int end = tiles_of(seen.end, Config::kBlockK);
       hidden = next_visible_block<Config::kBlockK>(p, place, queries, block + 1, end) - (block + 1);
     }
-    more = block + 1 + hidden < tiles_of(recomputed(seen.end), Config::kBlockK);
+    more = block + 1 + hidden < shared.last;
     const Corner corner{queries.begin, block * Config::kBlockK};
     if constexpr (Config::kStages == 2) {
       cp_async_wait_group<0>();
@@ -132,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       __syncthreads();  // keys are no longer read
       if (more) load_k(block + 1 + hidden, 0);
     }
+    const float unscale = shared.unscale;
 #pragma unroll
     for (int i = 0; i < ScoreFragment::kSize; ++i) s[i] *= unscale;
 
@@ -150,7 +164,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
         cp_async_wait_group<0>();
       __syncthreads();  // values have arrived
     }
-    split_operand_columns<kPlanes, 16, ScoreFragment, OutFragment>(o, weights, shared.v[stage], 0);
+    split_operand_columns<kPlanes, 16, ScoreFragment, OutFragment>(o, weights, shared.v[stage], 0,
+                                                                   u32(p.head_dim) >> 20);
     if constexpr (Config::kStages == 1) {
       __syncthreads();  // values are no longer read
       if (more) load_v(block + 1 + hidden, 0);
@@ -160,10 +175,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   softmax.finish();
   const Work done(p, recomputed(blockIdx.x));
   softmax.join_sink(p, done.place);
-  // Two factors: their product may be no number.
+  float factor[OutFragment::kSlots];
 #pragma unroll
-  for (int i = 0; i < OutFragment::kSize; ++i)
-    o[i] *= softmax.inverse(OutFragment::slot(i)) * drop_scale(p) * power_of_two(-kWeightExponent);
+  for (int slot = 0; slot < OutFragment::kSlots; ++slot)
+    factor[slot] = softmax.inverse(slot) * drop_scale(p) * power_of_two(-kWeightExponent);
+#pragma unroll
+  for (int i = 0; i < OutFragment::kSize; ++i) o[i] *= factor[OutFragment::slot(i)];
+  // By itself: the product of both factors may be no number.
   const float unscale_v = power_of_two(-exponents(p, kSplitV)[key_head(p, done.place)]);
   const OutFragment o_at(recomputed(threadIdx.x) / 32 * kWarpRows, 0);
   store_rows(o, o_at, matrix<float>(p.out, done.place.offset(p.out)), done.queries, done.columns, p.out_vectors,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cuflash import tuning
+from cuflash.modifiers import KeyLengths
 from cuflash.place import Placed
 from cuflash.problem import Problem
 from cuflash.schedules import mma, simt
@@ -61,7 +62,9 @@ class ForwardSplit:
     def shared_bytes(self, itemsize: int) -> int:
         """Of tiles of planes, whatever the itemsize of the arrays."""
         keys = mma.tile_bytes(self.block_k, self.head_dim, HALF) + mma.tile_bytes(self.block_k, self.chunk, HALF)
-        return self.planes * (mma.tile_bytes(self.block_q, self.head_dim, HALF) + self.stages * keys)
+        addresses, numbers = 2 * 8, 4 * 4
+        tiles_bytes = mma.tile_bytes(self.block_q, self.head_dim, HALF) + self.stages * keys
+        return self.planes * (tiles_bytes + addresses) + numbers
 
     def blocks(self, problem: Problem) -> int:
         chunks = tiles(problem.head_dim_v, self.chunk)
@@ -151,6 +154,14 @@ def splitting(
         SplitMagnitudes(arrays, SPLIT_ROWS, lanes, aligned),
         SplitPlanes(arrays, planes, SPLIT_ROWS, SPLIT_ROWS, lanes, aligned),
     )
+
+
+def names(chain: tuple[str, ...]) -> tuple[str, ...]:
+    """Of a call's modifiers, those that the kernels that go before are compiled with.
+
+    They ask for the lengths alone, whose fields lie behind those of the modifiers in front of them.
+    """
+    return chain[: chain.index(KeyLengths.name) + 1] if KeyLengths.name in chain else ()
 
 
 def workspace(problem: Problem, planes: int, *, backward: bool = False) -> dict[str, int]:

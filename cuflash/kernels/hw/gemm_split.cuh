@@ -11,11 +11,30 @@
 #include "hw/gemm_mma.cuh"
 #include "hw/split.cuh"
 
+template <bool kIs> struct Flag { static constexpr bool value = kIs; };
+
+// Blocks j and j + 1 of every row of blocks.
+template <bool kIsFirst, class Part>
+__device__ __forceinline__ void multiply_blocks(float (&c)[Part::kSize], const u32 (&a)[Part::kRowBlocks][4],
+                                                const u32 (&b)[4], int j, float start) {
+#pragma unroll
+  for (int r = 0; r < Part::kRowBlocks; ++r) {
+    if constexpr (kIsFirst) {
+      mma_m16n8k16_from(c + Part::block(r, j), a[r], b[0], b[1], start);
+      mma_m16n8k16_from(c + Part::block(r, j + 1), a[r], b[2], b[3], start);
+    } else {
+      mma_m16n8k16<Half>(c + Part::block(r, j), a[r], b[0], b[1]);
+      mma_m16n8k16<Half>(c + Part::block(r, j + 1), a[r], b[2], b[3]);
+    }
+  }
+}
+
 // One step of the contraction for a part of the columns: A in registers, B's contraction along its rows or down its columns.
-template <int kPlanes, Along kB, class Part, class TileB>
+// The first one begins the sums, at `start`, which is 0.
+template <int kPlanes, Along kB, bool kIsFirst, class Part, class TileB>
 __device__ __forceinline__ void multiply_split_step(float (&high)[Part::kSize], float (&low)[Part::kSize],
                                                     const u32 (&a)[kPlanes][Part::kRowBlocks][4],
-                                                    TileB (&b_tile)[kPlanes], int b_first, int k) {
+                                                    TileB (&b_tile)[kPlanes], int b_first, int k, float start = 0.f) {
 #pragma unroll
   for (int j = 0; j < Part::kColumnBlocks; j += 2) {
     u32 b[kPlanes][4];
@@ -27,16 +46,9 @@ __device__ __forceinline__ void multiply_split_step(float (&high)[Part::kSize], 
         load_b_columns(b[plane], b_tile[plane], b_first + 8 * j, k);
     }
     // Instructions that wait for each other's sums lie apart.
-    const auto multiply = [&](float (&c)[Part::kSize], int of_a, int of_b) {
-#pragma unroll
-      for (int r = 0; r < Part::kRowBlocks; ++r) {
-        mma_m16n8k16<Half>(c + Part::block(r, j), a[of_a][r], b[of_b][0], b[of_b][1]);
-        mma_m16n8k16<Half>(c + Part::block(r, j + 1), a[of_a][r], b[of_b][2], b[of_b][3]);
-      }
-    };
-    if constexpr (kPlanes > 1) multiply(low, 1, 0);
-    multiply(high, 0, 0);
-    if constexpr (kPlanes > 1) multiply(low, 0, 1);
+    if constexpr (kPlanes > 1) multiply_blocks<kIsFirst, Part>(low, a[1], b[0], j, start);
+    multiply_blocks<kIsFirst, Part>(high, a[0], b[0], j, start);
+    if constexpr (kPlanes > 1) multiply_blocks<false, Part>(low, a[0], b[1], j, start);
   }
 }
 
@@ -47,7 +59,7 @@ __device__ __forceinline__ float joined_sum(float high, float low) {
 }
 
 // c = A Bᵀ, both contractions along rows.  kPart columns at a time have sums of low parts beside those of the high ones.
-template <int kPlanes, int kDepth, int kPart, class Fragment, class TileA, class TileB>
+template <int kPlanes, int kDepth, int kPart, class Fragment, int kUnroll = 2, class TileA, class TileB>
 __device__ __forceinline__ void split_rows_rows(float (&c)[Fragment::kSize], TileA (&a_tile)[kPlanes], int a_row,
                                                 TileB (&b_tile)[kPlanes], int b_row) {
   typedef MmaFragment<Fragment::kRowBlocks, kPart / 8> Part;
@@ -55,17 +67,17 @@ __device__ __forceinline__ void split_rows_rows(float (&c)[Fragment::kSize], Til
 #pragma unroll
   for (int first = 0; first < Fragment::kColumnBlocks; first += Part::kColumnBlocks) {
     float high[Part::kSize], low[Part::kSize];
-    clear(high);
-    clear(low);
-#pragma unroll
-    for (int k = 0; k < kDepth; k += 16) {
+    const auto step = [&](int k, auto is_first) {
       u32 a[kPlanes][Fragment::kRowBlocks][4];
 #pragma unroll
       for (int plane = 0; plane < kPlanes; ++plane)
 #pragma unroll
         for (int r = 0; r < Fragment::kRowBlocks; ++r) load_a_rows(a[plane][r], a_tile[plane], a_row + 16 * r, k);
-      multiply_split_step<kPlanes, Along::kRows, Part>(high, low, a, b_tile, b_row + 8 * first, k);
-    }
+      multiply_split_step<kPlanes, Along::kRows, is_first.value, Part>(high, low, a, b_tile, b_row + 8 * first, k);
+    };
+    step(0, Flag<true>{});
+#pragma unroll kUnroll
+    for (int k = 16; k < kDepth; k += 16) step(k, Flag<false>{});
 #pragma unroll
     for (int r = 0; r < Part::kRowBlocks; ++r)
 #pragma unroll
@@ -99,17 +111,24 @@ template <int kPlanes, class Fragment> struct SplitOperandA {
 template <int kPlanes, int kPart, class FragmentA, class Fragment, class TileB>
 __device__ __forceinline__ void split_operand_columns(float (&c)[Fragment::kSize],
                                                       const SplitOperandA<kPlanes, FragmentA>& a,
-                                                      TileB (&b_tile)[kPlanes], int b_column) {
+                                                      TileB (&b_tile)[kPlanes], int b_column, u32 zero) {
   typedef MmaFragment<Fragment::kRowBlocks, kPart / 8> Part;
   static_assert(Fragment::kColumnBlocks * 8 % kPart == 0 && kPart % 16 == 0, "whole parts");
 #pragma unroll
   for (int first = 0; first < Fragment::kColumnBlocks; first += Part::kColumnBlocks) {
     float high[Part::kSize], low[Part::kSize];
-    clear(high);
-    clear(low);
+    constexpr int kLag = 2;
+    // The compiler would put off all additions: these sums wait for those of the part before the last.
+    const float start =
+        first < kLag * Part::kColumnBlocks
+            ? 0.f
+            : __uint_as_float(__float_as_uint(c[Fragment::block(0, first - kLag * Part::kColumnBlocks)]) & zero);
+    multiply_split_step<kPlanes, Along::kColumns, true, Part>(high, low, a.step[0], b_tile, b_column + 8 * first, 0,
+                                                              start);
 #pragma unroll
-    for (int k = 0; k < a.kSteps; ++k)
-      multiply_split_step<kPlanes, Along::kColumns, Part>(high, low, a.step[k], b_tile, b_column + 8 * first, 16 * k);
+    for (int k = 1; k < a.kSteps; ++k)
+      multiply_split_step<kPlanes, Along::kColumns, false, Part>(high, low, a.step[k], b_tile, b_column + 8 * first,
+                                                                 16 * k);
 #pragma unroll
     for (int r = 0; r < Part::kRowBlocks; ++r)
 #pragma unroll
