@@ -103,14 +103,14 @@ FORWARD_MMA = (
 )
 
 FORWARD_SPLIT = (
-    ForwardSplitTile(128, 64, 4, 2, 2, max_chunk=64, score_part=32),
-    ForwardSplitTile(128, 32, 4, 1, 2, max_chunk=128, score_part=32),
-    ForwardSplitTile(128, 64, 8, 2, 1, max_chunk=128, score_part=64),
-    ForwardSplitTile(128, 32, 8, 1, 1, max_chunk=256, score_part=32),
+    ForwardSplitTile(128, 64, 8, 2, 1, max_chunk=64, score_part=64),
+    ForwardSplitTile(128, 32, 8, 2, 1, max_chunk=128, score_part=32),
+    ForwardSplitTile(128, 16, 8, 2, 1, max_chunk=128, score_part=16),
+    ForwardSplitTile(128, 64, 8, 1, 1, max_chunk=64, score_part=64),
     ForwardSplitTile(64, 32, 4, 1, 1, max_chunk=128, score_part=32),
     ForwardSplitTile(64, 16, 4, 1, 1, max_chunk=128, score_part=16),
-    ForwardSplitTile(32, 16, 2, 1, 1, max_chunk=128, score_part=16),
-    ForwardSplitTile(16, 16, 1, 1, 1, max_chunk=128, score_part=16),
+    ForwardSplitTile(32, 16, 2, 1, 1, max_chunk=64, score_part=16),
+    ForwardSplitTile(16, 16, 1, 1, 1, max_chunk=64, score_part=16),
 )
 
 COLUMNS_MMA = (

@@ -28,7 +28,7 @@ struct SharedStorage {
   const Half* volatile values[kPlanes];
   volatile int seen_begin, seen_end;
   volatile float unscale;  // what scores are multiplied with
-  volatile int last;
+  volatile int last, first_query;
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/split.py disagrees");
 
@@ -110,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       shared.seen_begin = seen.begin;
       shared.seen_end = seen.end;
       shared.last = last;
+      shared.first_query = queries.begin;
       shared.unscale = power_of_two(-exponents(p, kSplitQ)[query_head(p, place)] - exponents(p, kSplitK)[of_keys]);
     }
     __syncthreads();
@@ -125,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       hidden = next_visible_block<Config::kBlockK>(p, place, queries, block + 1, end) - (block + 1);
     }
     more = block + 1 + hidden < shared.last;
-    const Corner corner{queries.begin, block * Config::kBlockK};
+    const Corner corner{shared.first_query, block * Config::kBlockK};
     if constexpr (Config::kStages == 2) {
       cp_async_wait_group<0>();
       __syncthreads();  // this block has arrived, the previous one is no longer read
@@ -164,8 +165,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
         cp_async_wait_group<0>();
       __syncthreads();  // values have arrived
     }
-    split_operand_columns<kPlanes, 16, ScoreFragment, OutFragment>(o, weights, shared.v[stage], 0,
-                                                                   u32(p.head_dim) >> 20);
+    split_operand_columns<kPlanes, 16, ScoreFragment, OutFragment>(o, weights, shared.v[stage], 0);
     if constexpr (Config::kStages == 1) {
       __syncthreads();  // values are no longer read
       if (more) load_v(block + 1 + hidden, 0);

@@ -16,12 +16,12 @@ template <bool kIs> struct Flag { static constexpr bool value = kIs; };
 // Blocks j and j + 1 of every row of blocks.
 template <bool kIsFirst, class Part>
 __device__ __forceinline__ void multiply_blocks(float (&c)[Part::kSize], const u32 (&a)[Part::kRowBlocks][4],
-                                                const u32 (&b)[4], int j, float start) {
+                                                const u32 (&b)[4], int j) {
 #pragma unroll
   for (int r = 0; r < Part::kRowBlocks; ++r) {
     if constexpr (kIsFirst) {
-      mma_m16n8k16_from(c + Part::block(r, j), a[r], b[0], b[1], start);
-      mma_m16n8k16_from(c + Part::block(r, j + 1), a[r], b[2], b[3], start);
+      mma_m16n8k16_first(c + Part::block(r, j), a[r], b[0], b[1]);
+      mma_m16n8k16_first(c + Part::block(r, j + 1), a[r], b[2], b[3]);
     } else {
       mma_m16n8k16<Half>(c + Part::block(r, j), a[r], b[0], b[1]);
       mma_m16n8k16<Half>(c + Part::block(r, j + 1), a[r], b[2], b[3]);
@@ -30,11 +30,11 @@ __device__ __forceinline__ void multiply_blocks(float (&c)[Part::kSize], const u
 }
 
 // One step of the contraction for a part of the columns: A in registers, B's contraction along its rows or down its columns.
-// The first one begins the sums, at `start`, which is 0.
+// The first one begins the sums.
 template <int kPlanes, Along kB, bool kIsFirst, class Part, class TileB>
 __device__ __forceinline__ void multiply_split_step(float (&high)[Part::kSize], float (&low)[Part::kSize],
                                                     const u32 (&a)[kPlanes][Part::kRowBlocks][4],
-                                                    TileB (&b_tile)[kPlanes], int b_first, int k, float start = 0.f) {
+                                                    TileB (&b_tile)[kPlanes], int b_first, int k) {
 #pragma unroll
   for (int j = 0; j < Part::kColumnBlocks; j += 2) {
     u32 b[kPlanes][4];
@@ -46,9 +46,9 @@ __device__ __forceinline__ void multiply_split_step(float (&high)[Part::kSize], 
         load_b_columns(b[plane], b_tile[plane], b_first + 8 * j, k);
     }
     // Instructions that wait for each other's sums lie apart.
-    if constexpr (kPlanes > 1) multiply_blocks<kIsFirst, Part>(low, a[1], b[0], j, start);
-    multiply_blocks<kIsFirst, Part>(high, a[0], b[0], j, start);
-    if constexpr (kPlanes > 1) multiply_blocks<false, Part>(low, a[0], b[1], j, start);
+    if constexpr (kPlanes > 1) multiply_blocks<kIsFirst, Part>(low, a[1], b[0], j);
+    multiply_blocks<kIsFirst, Part>(high, a[0], b[0], j);
+    if constexpr (kPlanes > 1) multiply_blocks<false, Part>(low, a[0], b[1], j);
   }
 }
 
@@ -111,20 +111,13 @@ template <int kPlanes, class Fragment> struct SplitOperandA {
 template <int kPlanes, int kPart, class FragmentA, class Fragment, class TileB>
 __device__ __forceinline__ void split_operand_columns(float (&c)[Fragment::kSize],
                                                       const SplitOperandA<kPlanes, FragmentA>& a,
-                                                      TileB (&b_tile)[kPlanes], int b_column, u32 zero) {
+                                                      TileB (&b_tile)[kPlanes], int b_column) {
   typedef MmaFragment<Fragment::kRowBlocks, kPart / 8> Part;
   static_assert(Fragment::kColumnBlocks * 8 % kPart == 0 && kPart % 16 == 0, "whole parts");
 #pragma unroll
   for (int first = 0; first < Fragment::kColumnBlocks; first += Part::kColumnBlocks) {
     float high[Part::kSize], low[Part::kSize];
-    constexpr int kLag = 2;
-    // The compiler would put off all additions: these sums wait for those of the part before the last.
-    const float start =
-        first < kLag * Part::kColumnBlocks
-            ? 0.f
-            : __uint_as_float(__float_as_uint(c[Fragment::block(0, first - kLag * Part::kColumnBlocks)]) & zero);
-    multiply_split_step<kPlanes, Along::kColumns, true, Part>(high, low, a.step[0], b_tile, b_column + 8 * first, 0,
-                                                              start);
+    multiply_split_step<kPlanes, Along::kColumns, true, Part>(high, low, a.step[0], b_tile, b_column + 8 * first, 0);
 #pragma unroll
     for (int k = 1; k < a.kSteps; ++k)
       multiply_split_step<kPlanes, Along::kColumns, false, Part>(high, low, a.step[k], b_tile, b_column + 8 * first,
