@@ -217,5 +217,5 @@ def test_what_is_refused():
     call, _, _ = Case("wide", head_dim=264).call()
     with pytest.raises(UnsupportedError, match="mma: head_dim 264 is above 256 for float32"):
         kernels.forward(call, 80, requested="mma")
-    with pytest.raises(UnsupportedError, match="float32 needs compute capability 8.0, a device .* is older"):
+    with pytest.raises(UnsupportedError, match=r"float32 needs compute capability 8\.0, a device .* is older"):
         kernels.forward(Case("old").call()[0], 75, requested="mma")
