@@ -25,7 +25,6 @@ from cuflash import jit, source
 from cuflash.abi import STATISTICS
 from cuflash.errors import UnsupportedError
 from cuflash.schedules import wgmma
-from cuflash.schedules.split import MAX_HEAD_DIM
 from cuflash.variant import Variant
 from tests import nvrtc
 from tests.cases import DTYPES
