@@ -61,6 +61,9 @@ STATISTICS = ("maximum", "entropy", "column_sums")
 _STATISTICS: Fields = tuple(("View", name) for name in STATISTICS)
 #: heads whose tiles are worked on side by side
 _ORDER: Fields = (("int", "section"),)
+#: what kernels that multiply float32 in planes of float16 keep between them, null for others; in front of the modifiers'
+#: fields, so that those that look at no score are the same for all
+_SPLIT: Fields = (("Pointer", "planes"), ("Pointer", "magnitudes"))
 _PERSISTENT: Fields = (("Pointer", "tile_counter"),)
 #: `parts` and `part_totals` hold results over parts of the keys, `arrivals` counts them
 _DECODE: Fields = (
@@ -85,6 +88,8 @@ def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = (
     `maps` are names of arrays that the kernel reaches through tensor maps; `statistics` adds the views of `STATISTICS`.
     """
     table = _INPUTS + (_GRADIENTS if direction == "backward" else ()) + _SHAPE + (("int", "out_vectors"),)
+    if direction != "decode":
+        table += _SPLIT
     for name in modifiers:
         table += REGISTRY[name].fields
         if direction == "backward":

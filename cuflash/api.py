@@ -51,6 +51,7 @@ def attention(
     return_lse: bool = False,
     out: Any = None,
     batch_invariant: bool = False,
+    precision: str | None = None,
     backend: str | None = None,
 ) -> Any:
     """Exact attention softmax(scale · q kᵀ) v, in memory linear in the lengths.
@@ -92,6 +93,9 @@ def attention(
         True: the bits of a batch entry do not depend on the other entries, on how many there are, or on how the arrays lie
         in memory; for one device, version and set of options, and the same lengths.  Arrays that are not contiguous are
         copied for it, and on the host entries are computed one by one.
+    precision
+        Of the products of float32 arrays on tensor cores.  None is that of float32; "tf32" is that of TensorFloat-32, 11 bits
+        of each number, in half the time: on a GPU of compute capability 8.0 or later, and nowhere else.
     backend
         None chooses; "numpy" (host), "simt" or "mma" (CUDA) insists.  "wgmma" (compute capability 9.0, rows at
         multiples of 16 bytes) is never chosen: it has to be asked for.
@@ -131,13 +135,15 @@ def attention(
     key = None
     check_flag("batch_invariant", batch_invariant)
     if _launch is not None and out is None and not modifiers and not batch_invariant:
-        key = _launch.signature(q, k, v, mask, bias, (scale, causal, window, softcap, layout, return_lse, backend))
+        key = _launch.signature(
+            q, k, v, mask, bias, (scale, causal, window, softcap, layout, return_lse, precision, backend)
+        )
         replayed = _launch.replay(key, q, k, v, mask, bias)
         if replayed is not None:
             return replayed if return_lse else replayed[0]
     given = present(mask=mask, bias=bias, out=out)
     modifiers = keep(modifiers)
-    home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
+    home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend, precision)
     to = checked_out(home, call, native)
     o, lse = run_forward(home, call, to, return_lse, backend, batch_invariant=bool(batch_invariant))
     if key is not None:
@@ -165,6 +171,7 @@ def attention_backward(
     softcap: float | None = None,
     modifiers: Iterable[Modifier] = (),
     layout: str = "bhsd",
+    precision: str | None = None,
     backend: str | None = None,
 ) -> Any:
     """Gradients of `attention`, from its inputs and its two results, in memory linear in the lengths.
@@ -186,7 +193,7 @@ def attention_backward(
     batch_invariant
         As for `attention`, of each gradient that is not itself a sum over the batch; it makes None of `deterministic` True
         and does not go with False.
-    scale, causal, window, mask, bias, softcap, modifiers, layout, backend
+    scale, causal, window, mask, bias, softcap, modifiers, layout, precision, backend
         As in the forward call, and with the same values.
 
     Returns
@@ -221,7 +228,7 @@ def attention_backward(
     """
     deterministic = order_of_sums(deterministic, batch_invariant)
     given = {"dout": dout, "out": out, "lse": lse, **present(dlse=dlse, mask=mask, bias=bias)}
-    home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
+    home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend, precision)
     check_results(call, native, "(*batch, heads_q, seq_q)")
     gradients = run_backward(home, call, native, deterministic, backend, bool(batch_invariant))
     return give_gradients(gradients, home, call, native)
@@ -328,13 +335,14 @@ def attention_vjp(
     return_lse: bool = False,
     deterministic: bool | None = None,
     batch_invariant: bool = False,
+    precision: str | None = None,
     backend: str | None = None,
 ) -> Any:
     """`attention` and a function that pulls a gradient of its result back to its inputs.
 
     Parameters
     ----------
-    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, return_lse, backend
+    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, return_lse, precision, backend
         As for `attention`.
     deterministic, batch_invariant
         As for `attention_backward`.
@@ -380,6 +388,7 @@ def attention_vjp(
         "modifiers": modifiers,
         "layout": layout,
         "batch_invariant": batch_invariant,
+        "precision": precision,
         "backend": backend,
     }
     out, lse = attention(q, k, v, return_lse=True, **options)
@@ -645,13 +654,14 @@ def explain(
     softcap: float | None = None,
     modifiers: Iterable[Modifier] = (),
     layout: str = "bhsd",
+    precision: str | None = None,
     backend: str | None = None,
 ) -> Explanation:
     """How `attention` would compute a call: the backend, why no other, and what the kernel takes from the device.
 
     Parameters
     ----------
-    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, backend
+    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, precision, backend
         As for `attention`; nothing is computed.
 
     Returns
@@ -676,7 +686,7 @@ def explain(
     'numpy'
     """
     given = present(mask=mask, bias=bias)
-    home, call, _ = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
+    home, call, _ = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend, precision)
     if home.device is not None:
         arrays.require_gpu()
         explained: Explanation = launcher().explain(call, backend)
@@ -745,6 +755,7 @@ def enter(
     modifiers: Any,
     layout: Any,
     backend: Any,
+    precision: Any = None,
 ) -> tuple[Home, Call, dict[str, Any]]:
     """Validate a call: where its arrays live, what it is, and its native arrays by name."""
     home, native = arrays.gather({"q": q, "k": k, "v": v, **given})
@@ -764,7 +775,9 @@ def enter(
         softcap=softcap,
         modifiers=chain,
         layout=layout,
+        precision=precision,
     )
+    check_precision_there(call, home)
     return home, call, {**native, **differentiable(chain)}
 
 
@@ -834,6 +847,15 @@ def check_backend(backend: Any, home: Home) -> None:
         raise UnsupportedError(
             f"backend='numpy' computes on the host, but q is {home}; move the arrays there, for example with "
             "cupy.asnumpy"
+        )
+
+
+def check_precision_there(call: Call, home: Home) -> None:
+    """Raise if a precision was asked for that products on the host do not have."""
+    if call.problem.precision and home.device is None:
+        raise UnsupportedError(
+            f"precision={call.problem.precision!r} is computed on an NVIDIA GPU, but q is {home}; leave it out, or move the "
+            "arrays there"
         )
 
 

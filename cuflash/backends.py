@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 
 from cuflash.errors import UnsupportedError
 from cuflash.place import Placed
 from cuflash.problem import Problem
-from cuflash.schedules import mma, simt, wgmma
+from cuflash.schedules import mma, simt, split, wgmma
 from cuflash.variant import ITEMSIZE
 
 
@@ -84,6 +84,11 @@ class Backend:
     max_head_dim: int
     schedule: ModuleType
     last_capability: int = 1 << 30
+    schedules: Mapping[str, ModuleType] = field(default_factory=dict)  # of dtypes that have one of their own
+
+    def schedule_of(self, problem: Problem) -> ModuleType:
+        """The host side for a problem's dtype."""
+        return self.schedules.get(problem.dtype, self.schedule)
 
     def refusal(self, problem: Problem, device: Device, at: Mapping[str, Placed], backward: bool) -> str | None:
         """Why this backend does not take the problem with arrays at these places, or None."""
@@ -91,17 +96,24 @@ class Backend:
             return f"{problem.dtype} is not among its dtypes ({', '.join(self.capabilities)})"
         needed = self.capabilities[problem.dtype]
         if device.capability < needed:
-            return (
-                f"{problem.dtype} needs compute capability {needed / 10:.1f}, {device} is older; convert to "
-                f"{'float16 or float32' if problem.dtype == 'bfloat16' else 'float32'}"
-            )
+            older = f"{problem.dtype} needs compute capability {needed / 10:.1f}, {device} is older"
+            if problem.dtype == "float32":
+                return older
+            return f"{older}; convert to {'float16 or float32' if problem.dtype == 'bfloat16' else 'float32'}"
         if device.capability > self.last_capability:
             return f"its instructions exist on compute capability {self.last_capability / 10:.1f} only"
         for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if size > self.max_head_dim:
                 return f"{name} {size} is above {self.max_head_dim}; the numpy backend has no limit"
-        refuse = getattr(self.schedule, "refusal", None)
+        if problem.precision and problem.dtype not in self.schedules:
+            return f"it multiplies float32 as it is, and precision={problem.precision!r} was asked for"
+        refuse = getattr(self.schedule_of(problem), "refusal", None)
         return refuse(problem, device, at, backward) if refuse else None
+
+    def hesitation(self, problem: Problem) -> str | None:
+        """Why this backend takes the problem on request only, or None."""
+        hesitate = getattr(self.schedule_of(problem), "hesitation", None)
+        return hesitate(problem) if hesitate else None
 
 
 BACKENDS = (
@@ -113,7 +125,14 @@ BACKENDS = (
         wgmma,
         last_capability=90,
     ),
-    Backend("mma", "tensor cores by mma.sync", {"float16": 75, "bfloat16": 80}, 512, mma),
+    Backend(
+        "mma",
+        "tensor cores by mma.sync",
+        {"float16": 75, "bfloat16": 80, "float32": 80},
+        512,
+        mma,
+        schedules={"float32": split},
+    ),
     Backend("simt", "plain FMA units, true float32 and float64", {"float32": 75, "float64": 75}, 512, simt),
 )
 NUMPY_REASON = "the arrays are on a GPU; it takes arrays on the host"
@@ -134,6 +153,8 @@ def select(
         refusal = backend.refusal(problem, device, at, backward)
         if refusal is None and requested not in (None, backend.name):
             refusal = f"backend={requested!r} was asked for"
+        if refusal is None and requested is None:
+            refusal = backend.hesitation(problem)
         if refusal is None and chosen is not None:
             refusal = f"{chosen.name} is preferred"
         if refusal is None:

@@ -159,7 +159,8 @@ def forward(
         if not is_mergeable(problem, arrays):
             arrays = in_one_batch(problem, arrays)
         plan = plan_forward(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
-        run(plan, arguments_of(call, arrays))
+        memory = workspace(plan)
+        run(plan, arguments_of(call, {**arrays, **memory}))
         if arrays["out"] is not to:
             to[...] = arrays["out"]
     return to, lse
@@ -193,8 +194,8 @@ def backward(
             arrays = in_one_batch(problem, arrays)
         places = places_of(problem, arrays)
         plan = plan_backward(problem, device(call.q.data.device_id), places, bool(deterministic), requested)
-        workspace = {name: cupy.empty(size, cupy.uint8) for name, size in plan.workspace().items()}
-        run(plan, arguments_of(call, {**arrays, **workspace}))
+        memory = workspace(plan)
+        run(plan, arguments_of(call, {**arrays, **memory}))
         summed = [
             sum_to(arrays[f"d{name}"], call.operands[name].shape).astype(call.operands[name].dtype, copy=False)
             for name in operands
@@ -204,6 +205,11 @@ def backward(
             if getattr(found, name) is not target:
                 target[...] = getattr(found, name)
     return found._replace(**given)
+
+
+def workspace(plan: Plan) -> dict[str, Any]:
+    """What the kernels of a plan need beside the call's arrays, by field name; free again on this stream when it is dropped."""
+    return {name: cupy.empty(size, cupy.uint8) for name, size in plan.workspace().items()}
 
 
 def zeros(shape: tuple[int, ...], problem: Problem, to: Any = None) -> Any:
@@ -294,6 +300,8 @@ def replay(key: Any, q: Any, k: Any, v: Any, mask: Any, bias: Any) -> tuple[Any,
         pointers["mask"] = mask.data.ptr
     if bias is not None:
         pointers["bias"] = bias.data.ptr
+    memory = workspace(found.plan)
+    pointers |= {name: x.data.ptr for name, x in memory.items()}
     run(found.plan, pointers)
     return out, lse
 
@@ -307,7 +315,7 @@ def explain(call: Call, requested: str | None = None) -> Explanation:
         if not is_mergeable(problem, arrays):
             arrays = in_one_batch(problem, arrays)
         plan = plan_forward(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
-        (step,) = plan.steps
+        step = plan.main
         kernel = jit.load(step.variant, plan.device.index)
     seconds = floor_seconds(problem, plan.device)
     config: Any = step.config

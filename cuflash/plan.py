@@ -20,7 +20,7 @@ from cuflash.gradients import score_operands
 from cuflash.modifiers import REGISTRY, Scaled
 from cuflash.place import Placed, address, compact, merged_batch, placed
 from cuflash.problem import Call, Problem, operand_title
-from cuflash.schedules import order, rows
+from cuflash.schedules import order, rows, split
 from cuflash.schedules.base import Config
 from cuflash.tensormap import TensorMap
 from cuflash.variant import ITEMSIZE, Variant
@@ -65,11 +65,18 @@ class Plan:
     statistics_bytes: int = 0
     dq_sum_bytes: int = 0
     turns_bytes: int = 0
+    split_bytes: Mapping[str, int] = field(default_factory=dict)
     encoded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # tensor maps by array and address
+
+    @property
+    def main(self) -> Step:
+        """The launch that does most of the work."""
+        return next(step for step in self.steps if hasattr(step.config, "block_k"))
 
     def workspace(self) -> dict[str, int]:
         """Bytes by field name, without those that are not needed."""
         needed = {"statistics": self.statistics_bytes, "dq_sum": self.dq_sum_bytes, "turns": self.turns_bytes}
+        needed |= self.split_bytes
         return {name: size for name, size in needed.items() if size}
 
     def arguments(
@@ -102,12 +109,19 @@ def plan_forward(
     axes = len(problem.out_shape)
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v"))
     kept = {name: True for name in ("maximum", "entropy") if name in at}  # of each row, in the forward's own pass
-    config = backend.schedule.forward(problem, device.shared_limit, aligned, **kept)
+    schedule = backend.schedule_of(problem)
+    config = schedule.forward(problem, device.shared_limit, aligned, **kept)
     names = chain_names(problem)
     variant = Variant(config.kernel, problem.dtype, names, config)
     steps = [Step(variant, grid(config, problem, device))]
+    split_bytes = {}
+    if isinstance(config, split.ForwardSplit):
+        before = split.splitting(problem, config.planes, aligned)
+        rest = split.rest(problem, device.shared_limit, aligned, config)
+        steps = [*steps_of(problem, split.names(names), *before), *steps, *steps_of(problem, names, rest)]
+        split_bytes = split.workspace(problem, config.planes)
     if "column_sums" in at:  # a pass over the scores that follows, because it needs lse
-        columns = backend.schedule.columns(problem, device.shared_limit, all(at[n].aligned(16, axes) for n in "qk"))
+        columns = schedule.columns(problem, device.shared_limit, all(at[n].aligned(16, axes) for n in "qk"))
         steps.append(Step(Variant(columns.kernel, problem.dtype, names, columns), columns.blocks(problem)))
     planned = checked(*steps)
     values = {
@@ -118,7 +132,12 @@ def plan_forward(
     with_statistics = any(name in at for name in abi.STATISTICS)
     template, offsets = pack("forward", problem, at, values, variant.maps, with_statistics)
     maps = tensor_maps(variant, problem, at)
-    return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps)
+    return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps, split_bytes=split_bytes)
+
+
+def steps_of(problem: Problem, names: tuple[str, ...], *configs: Config) -> list[Step]:
+    """Launches of kernels with these modifiers."""
+    return [Step(Variant(c.kernel, problem.dtype, names, c), c.blocks(problem)) for c in configs]
 
 
 def grid(config: Config, problem: Problem, device: Device) -> int:
@@ -148,7 +167,8 @@ def plan_backward(
     axes = len(problem.out_shape)
     itemsize = ITEMSIZE[problem.dtype]
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v", "dout"))
-    main = backend.schedule.backward(problem, device.shared_limit, aligned)
+    schedule = backend.schedule_of(problem)
+    main = schedule.backward(problem, device.shared_limit, aligned)
     delta_aligned = all(at[name].aligned(16, axes) for name in ("out", "dout"))
     delta = rows.delta(problem, itemsize, main.block_q, delta_aligned, main.statistics_rows)
     padded = delta.rows_padded(problem)
@@ -158,7 +178,7 @@ def plan_backward(
         main = replace(main, deterministic=True)
         delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks)
         counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
-    convert = backend.schedule.convert(problem, main)
+    convert = schedule.convert(problem, main)
     names = chain_names(problem)
     steps = checked(
         Step(Variant(delta.kernel, problem.dtype, names, delta), delta.blocks(problem)),

@@ -36,6 +36,7 @@ from cuflash.modifiers import (
 )
 
 Layout = Literal["bhsd", "bshd"]
+Precision = Literal["tf32"]
 Alignment = Literal["bottom_right", "top_left"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -81,6 +82,7 @@ class Problem:
     alignment: Alignment = "bottom_right"
     modifiers: tuple[Modifier, ...] = ()
     layout: Layout = "bhsd"
+    precision: Precision | None = None  # of products; None is that of the dtype
 
     @property
     def batch_size(self) -> int:
@@ -196,6 +198,7 @@ def describe(
     softcap: float | None = None,
     modifiers: Iterable[Modifier] = (),
     layout: str = "bhsd",
+    precision: str | None = None,
     packed: Packed | None = None,
 ) -> Call:
     """Validate one call's arguments; raises an `ArgumentError` that names the argument, its value and the remedy."""
@@ -240,6 +243,7 @@ def describe(
         alignment=alignment,
         modifiers=tuple(m.bare() for m in chain),
         layout=layout,
+        precision=check_precision(precision, dtype),
     )
     operands = {name: operand(m, name, x, problem) for m in chain for name, x in m.arrays().items()}
     for m in chain:
@@ -283,6 +287,19 @@ def check_layout(layout: Any) -> Layout:
     if not isinstance(layout, str) or layout not in ("bhsd", "bshd"):
         raise ArgumentError(f"layout={layout!r}: must be 'bhsd' (heads before seq) or 'bshd' (seq before heads)")
     return cast(Layout, layout)
+
+
+def check_precision(precision: Any, dtype: str) -> Precision | None:
+    """The precision of products that was asked for; raises where it has no meaning."""
+    if precision is None:
+        return None
+    if not isinstance(precision, str) or precision != "tf32":
+        raise ArgumentError(
+            f"precision={precision!r:.80}: must be None, which is that of the dtype, or 'tf32' for float32 arrays"
+        )
+    if dtype != "float32":
+        raise ArgumentError(f"precision='tf32' with {dtype} arrays: it is for float32; leave it out")
+    return "tf32"
 
 
 @cache

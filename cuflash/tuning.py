@@ -19,6 +19,18 @@ class ForwardTile(NamedTuple):
     q_in_registers: bool = False
 
 
+class ForwardSplitTile(NamedTuple):
+    """Tile of forward_split.cu: of wide values so many columns at most, and low parts of so many keys summed at once."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+    blocks_per_sm: int
+    max_chunk: int
+    score_part: int
+
+
 class BackwardTile(NamedTuple):
     """Tile of backward_mma.cu."""
 
@@ -88,6 +100,17 @@ FORWARD_MMA = (
     ForwardTile(32, 32, 2, 1, 1),
     ForwardTile(32, 16, 2, 1, 1),
     ForwardTile(16, 16, 1, 1, 1),
+)
+
+FORWARD_SPLIT = (
+    ForwardSplitTile(128, 64, 8, 2, 1, max_chunk=64, score_part=64),
+    ForwardSplitTile(128, 32, 8, 2, 1, max_chunk=128, score_part=32),
+    ForwardSplitTile(128, 16, 8, 2, 1, max_chunk=128, score_part=16),
+    ForwardSplitTile(128, 64, 8, 1, 1, max_chunk=64, score_part=64),
+    ForwardSplitTile(64, 32, 4, 1, 1, max_chunk=128, score_part=32),
+    ForwardSplitTile(64, 16, 4, 1, 1, max_chunk=128, score_part=16),
+    ForwardSplitTile(32, 16, 2, 1, 1, max_chunk=64, score_part=16),
+    ForwardSplitTile(16, 16, 1, 1, 1, max_chunk=64, score_part=16),
 )
 
 COLUMNS_MMA = (

@@ -28,7 +28,7 @@ class Variant:
 
     @property
     def direction(self) -> str:
-        return self.kernel.partition("_")[0]
+        return getattr(self.config, "direction", self.kernel.partition("_")[0])
 
     @property
     def maps(self) -> tuple[str, ...]:

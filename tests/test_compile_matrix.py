@@ -66,6 +66,7 @@ def entries() -> Iterator[Entry]:
         for dtype, sizes, option in product(HALVES, HOPPER_SIZES, (*OPTIONS, *TOGETHER)):
             for lengths in (SHORT, MEDIUM, LONG):
                 yield hopper(dtype, sizes, option, lengths)
+        yield from split_entries()
         return
     for (arch, dtype), sizes in product(((90, "bfloat16"), (75, "float16")), HEAD_SIZES):
         near = sizes in ((64, 64), (128, 128))
@@ -164,6 +165,28 @@ def entries() -> Iterator[Entry]:
         yield replace(hopper("bfloat16", sizes, "packed-causal"), deterministic=True)
     for dtype, size, option in (("bfloat16", 64, "packed-everything"), ("float16", 128, "packed-causal")):
         yield hopper(dtype, (size, size), option)
+    yield from split_entries()
+
+
+def split_entries() -> Iterator[Entry]:
+    """Calls of float32 that ask for tensor cores."""
+    if FULL:
+        for arch, sizes, option, aligned in product(ARCHS[1:], HEAD_SIZES[:-1], OPTIONS, (True, False)):
+            yield split(arch, sizes, option, aligned=aligned)
+            yield split(arch, sizes, option, precision="tf32")
+            yield split(arch, sizes, option, statistics=STATISTICS)
+        return
+    for size, option in product((64, 128), ("causal", "sparse-everything")):
+        yield split(90, (size, size), option)
+    yield split(80, (128, 128), "everything", aligned=False)
+    yield split(86, (128, 128), "sparse-everything")
+    yield split(120, (256, 256), "everything")
+    yield split(100, (64, 64), "everything", statistics=STATISTICS)
+    yield split(89, (128, 128), "causal", precision="tf32")
+
+
+def split(arch: int, sizes: tuple[int, int], option: str, **fields) -> Entry:
+    return Entry(arch, "float32", *sizes, option, **{"seq_q": 300, "backend": "mma", **fields})
 
 
 def matrix() -> list:
@@ -174,8 +197,10 @@ def matrix() -> list:
             for variant in entry.variants():
                 family = entry.arch
                 if not FULL:
+                    if getattr(variant.config, "rest", False) and entry.options != "causal":
+                        continue  # the code of plain float32 and one test before it
                     family = {86: 80, 89: 80}.get(family, family)
-                    if variant.kernel.startswith(("backward_delta", "backward_convert")):
+                    if variant.kernel.startswith(("backward_delta", "backward_convert", "split_")):
                         family = min(family, 80)  # these kernels have no instruction of their own
                         if not getattr(variant.config, "turns", 0):  # and look at no score
                             variant = replace(variant, modifiers=tuple(m for m in variant.modifiers if m == "packed"))

@@ -57,6 +57,7 @@ class Entry:
     deterministic: bool = False
     backend: str | None = None  # those of every device, unless another is asked for
     statistics: tuple[str, ...] = ()  # these of the forward; the backward is left out
+    precision: str | None = None
 
     def variants(self) -> Iterator[Variant]:
         """The kernels of its forward and backward."""
@@ -72,7 +73,7 @@ class Entry:
                 (self.seq_q, self.head_dim_v),
             )
         )
-        call = describe(q, k, v, **keywords)
+        call = describe(q, k, v, precision=self.precision, **keywords)
         q, k, v, out = call.q, call.k, call.v, canonical(out, call.problem.layout)
         problem, device = call.problem, described_device(self.arch)
         requested = self.backend or ("mma" if DTYPES[self.dtype].itemsize == 2 else "simt")
@@ -91,7 +92,9 @@ class Entry:
         try:
             steps += plan.plan_backward(problem, device, backward, self.deterministic, requested).steps
         except UnsupportedError:
-            if self.backend != "wgmma":  # whose backward leaves some modifiers to mma
+            if (
+                self.backend is None
+            ):  # the backward of wgmma leaves some modifiers to mma, mma's that of float32 to simt
                 raise
         for step in steps:
             yield step.variant

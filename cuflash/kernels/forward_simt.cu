@@ -12,6 +12,7 @@
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/epilogue.cuh"
+#include "attention/planes.cuh"
 
 template <bool> struct Choice {
   typedef RowProducts<Real, Config::kLaneRows, Config::kThreadRows, Config::kHeadDim, Config::kBlockK,
@@ -45,6 +46,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   Place place;
   place.set_head(p, assigned.head % p.heads_q);
   place.set_batch(p, assigned.head / p.heads_q);
+  if constexpr (Config::kRest)
+    if (is_split(p, place)) return;
   const int tile = place.enter_queries<kBlockQ>(p, query_tiles - 1 - assigned.tile);
   place.key_count = Visibility::key_count(p, place);
 

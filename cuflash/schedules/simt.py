@@ -74,6 +74,7 @@ class ForwardSimt:
     tensor: bool = False  # float64 on tensor cores
     maximum: bool = False  # also the largest score of each row
     entropy: bool = False  # also the entropy of each row's weights
+    rest: bool = False  # only heads that forward_split.cu leaves
 
     @property
     def statistics(self) -> bool:

@@ -119,7 +119,8 @@ def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 class Run:
     """How to run: schedule seed, undefined-behaviour checks, blocks at once, where outputs lie, the text of a variant.
 
-    `watch` is given the arrays of a backward by field name when it has run, its workspace among them.
+    `watch` is given the arrays of a call by field name when it has run, its workspace among them; kernels of `without` are
+    left out.
     """
 
     seed: int = 0
@@ -130,13 +131,14 @@ class Run:
     place: Place = contiguous
     text: Callable[[Variant], str] = source.build
     watch: Callable[[Mapping[str, np.ndarray]], None] | None = None
+    without: tuple[str, ...] = ()
 
 
 def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run, call: Call | None = None) -> None:
     """Launch the steps of a plan one after the other; a call may have numbers beside its arrays."""
     pointers = planning.arguments_of(call, arrays) if call else planning.pointers_of(arrays)
     for step in plan.steps:
-        if not step.blocks:
+        if not step.blocks or step.variant.kernel in run.without:
             continue
         variant = step.variant
         built = kernel(run.text(variant), variant.entry, plan.device.capability, run.sanitize)
@@ -202,11 +204,14 @@ def run_forward(
     arrays = planning.forward_arrays(call, out, lse, **asked)
     places = planning.places_of(problem, arrays)
     plan = planning.plan_forward.__wrapped__(problem, device, places, run.requested)
+    arrays |= {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}
     counter = memory.like(np.zeros(2, np.uint32), "tile_counter")[0]
     if "tile_counter" in plan.offsets and seed % 2:  # tiles are given out, else shared out beforehand
         arrays["tile_counter"] = counter
     execute(plan, arrays, run, call)
     memory.check()
+    if run.watch is not None:
+        run.watch(arrays)
     if counter.any():
         raise EmulatorError(f"the tile counter was left at {counter}; the next launch would begin there")
     return out.copy(), None if lse is None else lse.copy(), {name: x.copy() for name, x in asked.items()}

@@ -56,6 +56,14 @@ template <> __device__ __forceinline__ void mma_m16n8k16<Half>(float* c, const u
 #endif
 }
 #if __CUDA_ARCH__ >= 800
+// The same where a sum begins, which takes no registers before.
+__device__ __forceinline__ void mma_m16n8k16_first(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, "
+      "%10};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
 template <> __device__ __forceinline__ void mma_m16n8k16<Bfloat16>(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
