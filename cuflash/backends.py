@@ -57,13 +57,14 @@ def floor_seconds(problem: Problem, device: Device) -> float | None:
     """
     if not (device.clock_hz and device.bytes_per_second and device.capability in RATES):
         return None
-    rate = RATES[device.capability][{2: 0, 4: 1, 8: 2}[ITEMSIZE[problem.dtype]]]
+    itemsize = ITEMSIZE[problem.dtype]
+    rate = 2 // itemsize * RATES[device.capability][0] if itemsize < 4 else RATES[device.capability][itemsize // 8 + 1]
     pairs = problem.batch_size * problem.heads_q * problem.seq_q * problem.seq_k
     flops = 2 * pairs * (problem.head_dim + problem.head_dim_v) * (0.5 if problem.modifier("causal") else 1)
     widths = problem.head_dim + problem.head_dim_v
     elements = problem.batch_size * widths * (problem.heads_q * problem.seq_q + problem.heads_k * problem.seq_k)
     arithmetic = flops / (rate * device.multiprocessors * device.clock_hz)
-    return max(arithmetic, elements * ITEMSIZE[problem.dtype] / device.bytes_per_second)
+    return max(arithmetic, elements * itemsize / device.bytes_per_second)
 
 
 def described_device(capability: int) -> Device:
@@ -113,7 +114,7 @@ BACKENDS = (
     Backend(
         "wgmma",
         "Hopper's warpgroup tensor cores, fed by TMA",
-        {"float16": 90, "bfloat16": 90},
+        {"float8_e4m3fn": 90, "float16": 90, "bfloat16": 90},
         wgmma.MAX_HEAD_DIM,
         wgmma,
         last_capability=90,

@@ -17,7 +17,7 @@ from cuflash import abi, tensormap
 from cuflash.backends import Device, select
 from cuflash.errors import UnsupportedError
 from cuflash.gradients import score_operands
-from cuflash.modifiers import REGISTRY, Scaled
+from cuflash.modifiers import REGISTRY, Scaled, Scales
 from cuflash.place import Placed, address, compact, merged_batch, placed
 from cuflash.problem import Call, Problem, operand_title
 from cuflash.schedules import order, rows
@@ -65,11 +65,17 @@ class Plan:
     statistics_bytes: int = 0
     dq_sum_bytes: int = 0
     turns_bytes: int = 0
+    value_bytes: int = 0
     encoded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # tensor maps by array and address
 
     def workspace(self) -> dict[str, int]:
         """Bytes by field name, without those that are not needed."""
-        needed = {"statistics": self.statistics_bytes, "dq_sum": self.dq_sum_bytes, "turns": self.turns_bytes}
+        needed = {
+            "statistics": self.statistics_bytes,
+            "dq_sum": self.dq_sum_bytes,
+            "turns": self.turns_bytes,
+            "value_steps": self.value_bytes,
+        }
         return {name: size for name, size in needed.items() if size}
 
     def arguments(
@@ -104,8 +110,18 @@ def plan_forward(
     kept = {name: True for name in ("maximum", "entropy") if name in at}  # of each row, in the forward's own pass
     config = backend.schedule.forward(problem, device.shared_limit, aligned, **kept)
     names = chain_names(problem)
-    variant = Variant(config.kernel, problem.dtype, names, config)
+    out_dtype = "" if problem.out_dtype == problem.dtype else problem.out_dtype
+    variant = Variant(config.kernel, problem.dtype, names, config, out_dtype)
     steps = [Step(variant, grid(config, problem, device))]
+    of_values: dict[str, int] = {}
+    value_bytes = 0
+    if problem.scales:  # the second product wants the values in another order
+        count = config.step_count(problem)
+        of_heads = problem.batch_size * problem.heads_k * count
+        first = backend.schedule.values(problem)
+        steps.insert(0, Step(Variant(first.kernel, problem.dtype, (Scales.name,), first), first.blocks_of(of_heads)))
+        value_bytes = first.bytes_of(of_heads)
+        of_values = {"step_count": count, "value_words": int(at["v"].aligned(4, axes))}
     if "column_sums" in at:  # a pass over the scores that follows, because it needs lse
         columns = backend.schedule.columns(problem, device.shared_limit, all(at[n].aligned(16, axes) for n in "qk"))
         steps.append(Step(Variant(columns.kernel, problem.dtype, names, columns), columns.blocks(problem)))
@@ -114,11 +130,14 @@ def plan_forward(
         **common_values(problem),
         "out_vectors": vectors(at["out"], axes),
         "section": order.section(problem, device.cache_bytes),
+        **of_values,
     }
     with_statistics = any(name in at for name in abi.STATISTICS)
     template, offsets = pack("forward", problem, at, values, variant.maps, with_statistics)
     maps = tensor_maps(variant, problem, at)
-    return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps)
+    return Plan(
+        problem, device, backend.name, reasons, planned, template, offsets, maps, value_bytes=value_bytes
+    )
 
 
 def grid(config: Config, problem: Problem, device: Device) -> int:
