@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 
 from cuflash.errors import UnsupportedError
 from cuflash.place import Placed
-from cuflash.problem import Problem
+from cuflash.problem import NARROW, Problem
 from cuflash.schedules import mma, simt, wgmma
 from cuflash.variant import ITEMSIZE
 
@@ -85,16 +85,18 @@ class Backend:
     max_head_dim: int
     schedule: ModuleType
     last_capability: int = 1 << 30
+    #: the lowest capability for each dtype that inputs of a forward may have, and results not
+    of_inputs: Mapping[str, int] = field(default_factory=dict)
 
     def refusal(self, problem: Problem, device: Device, at: Mapping[str, Placed], backward: bool) -> str | None:
         """Why this backend does not take the problem with arrays at these places, or None."""
-        if problem.dtype not in self.capabilities:
+        needed = {**self.capabilities, **self.of_inputs}.get(problem.dtype)
+        if needed is None:
             return f"{problem.dtype} is not among its dtypes ({', '.join(self.capabilities)})"
-        needed = self.capabilities[problem.dtype]
         if device.capability < needed:
             return (
                 f"{problem.dtype} needs compute capability {needed / 10:.1f}, {device} is older; convert to "
-                f"{'float16 or float32' if problem.dtype == 'bfloat16' else 'float32'}"
+                f"{'float16' if problem.dtype == NARROW else 'float16 or float32' if problem.dtype == 'bfloat16' else 'float32'}"
             )
         if device.capability > self.last_capability:
             return f"its instructions exist on compute capability {self.last_capability / 10:.1f} only"
@@ -114,10 +116,11 @@ BACKENDS = (
     Backend(
         "wgmma",
         "Hopper's warpgroup tensor cores, fed by TMA",
-        {"float8_e4m3fn": 90, "float16": 90, "bfloat16": 90},
+        {"float16": 90, "bfloat16": 90},
         wgmma.MAX_HEAD_DIM,
         wgmma,
         last_capability=90,
+        of_inputs={NARROW: 90},
     ),
     Backend("mma", "tensor cores by mma.sync", {"float16": 75, "bfloat16": 80}, 512, mma),
     Backend("simt", "plain FMA units, true float32 and float64", {"float32": 75, "float64": 75}, 512, simt),

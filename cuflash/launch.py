@@ -19,6 +19,7 @@ from cuflash.arrays import named_dtype
 from cuflash.backends import Device, floor_seconds
 from cuflash.explanation import Explanation
 from cuflash.gradients import gradient_terms, gradients_type
+from cuflash.place import as_bytes
 from cuflash.plan import (
     Plan,
     arguments_of,
@@ -30,7 +31,6 @@ from cuflash.plan import (
     plan_backward,
     plan_forward,
 )
-from cuflash.place import as_bytes
 from cuflash.problem import Call, Problem, canonical, in_layout
 from cuflash.variant import ITEMSIZE
 

@@ -135,9 +135,7 @@ def plan_forward(
     with_statistics = any(name in at for name in abi.STATISTICS)
     template, offsets = pack("forward", problem, at, values, variant.maps, with_statistics)
     maps = tensor_maps(variant, problem, at)
-    return Plan(
-        problem, device, backend.name, reasons, planned, template, offsets, maps, value_bytes=value_bytes
-    )
+    return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps, value_bytes=value_bytes)
 
 
 def grid(config: Config, problem: Problem, device: Device) -> int:

@@ -491,7 +491,9 @@ def operand(modifier: Modifier, name: str, x: Any, problem: Problem) -> Any:
         )
     if name == "bias" and dtype_name(x.dtype) != problem.out_dtype:
         of = "the result" if problem.scales else "q"
-        raise ArgumentError(f"bias has dtype {x.dtype}: must be that of {of}, {problem.out_dtype}; convert it with astype")
+        raise ArgumentError(
+            f"bias has dtype {x.dtype}: must be that of {of}, {problem.out_dtype}; convert it with astype"
+        )
     if isinstance(modifier, Written):
         return modifier.operand(name, x, problem)
     inner = modifier.axes(name, problem)

@@ -1,7 +1,8 @@
 """Descriptors of arrays for Hopper's tensor memory accelerator (TMA): what they say, and the driver's encoding.
 
-A map describes a 4-dimensional array (column, row, head, batch entry) of 16-bit elements, walked in boxes of 64 columns, or of
-8-bit ones in boxes of 128: 128 bytes, which is also the swizzle span (kernels/hw/copy_tma.cuh).  Source: CUDA driver API, "Tensor Map Object Management".
+A map describes a 4-dimensional array (column, row, head, batch entry) of 16-bit elements, walked in boxes of 64 columns, or
+of 8-bit ones in boxes of 128: 128 bytes, which is also the swizzle span (kernels/hw/copy_tma.cuh).  Source: CUDA driver API,
+"Tensor Map Object Management".
 
 Where sequences are packed, the hardware keeps each apart from the next: rows outside the map are read as zeros and not written,
 so a map has to end where a sequence does.  Its fourth axis, which no batch needs, walks over rows a second time.  A sequence is
@@ -24,7 +25,7 @@ from cuflash.problem import Problem
 
 PANEL_COLUMNS, PANEL_BYTES = 64, 128  # of 16-bit elements
 PANEL_ALIGNMENT = 1024  # bytes, of what swizzled copies fill
-ELEMENTS = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # CUtensorMapDataType; it has bytes in place of 8-bit floats
+ELEMENTS = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # CUtensorMapDataType, which has bytes for 8-bit floats
 SWIZZLE_128B, PROMOTION_L2_128B = 3, 2
 MAX_STRIDE = 1 << 40
 ARRAYS = ("q", "k", "v", "out", "dout", "dk", "dv")  # those that kernels reach through maps
@@ -83,9 +84,7 @@ def described(name: str, dtype: str, sizes: tuple[int, int, int, int], place: Pl
                 f"{name} has a stride of {stride} bytes along its {axis} axis; TMA takes positive ones below 2^40"
             )
     used = tuple(s if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
-    return TensorMap(
-        name, ELEMENTS[dtype], sizes, (used[0], used[1], used[2]), box_rows, itemsize=place.itemsize
-    )
+    return TensorMap(name, ELEMENTS[dtype], sizes, (used[0], used[1], used[2]), box_rows, itemsize=place.itemsize)
 
 
 def ending_with_sequences(whole: TensorMap) -> TensorMap:

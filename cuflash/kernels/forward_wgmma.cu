@@ -19,7 +19,7 @@ constexpr int kGroups = Config::kBlockQ / kWarpgroupRows;  // of consumers
 constexpr int kGroupBarrier = 1, kAllBarrier = kGroupBarrier + kGroups;
 
 constexpr int kBytes = sizeof(Element);
-constexpr bool kIsNarrow = kBytes == 1;                   // forward_values.cu has laid out the values
+constexpr bool kIsNarrow = kBytes == 1;                     // forward_values.cu has laid out the values
 constexpr int kScoreDepth = Config::kHeadDim * kBytes / 2;  // of the products that make scores
 
 typedef PanelTile<Config::kBlockQ, Config::kHeadDim, kBytes> QueryTile;
@@ -104,7 +104,11 @@ struct Work : HeldUnits<kHasScales> {
   Range open;       // those that all of its rows see whole
 
   __device__ __forceinline__ Work(const Params& p, const Tile& tile, int group)
-      : HeldUnits<kHasScales>(units_of<kHasScales>(p, tile)), row(tile.row), first(tile.blocks.begin), last(tile.blocks.end), skipped(0) {
+      : HeldUnits<kHasScales>(units_of<kHasScales>(p, tile)),
+        row(tile.row),
+        first(tile.blocks.begin),
+        last(tile.blocks.end),
+        skipped(0) {
     place.take_rows(tile);
     place.head = tile.head;
     place.head_k = tile.head_k;
@@ -282,7 +286,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   Cursor<Config::kStages> k_at, v_at;
   float s[ScoreFragment::kSize], o[OutFragment::kSize], alpha[ScoreFragment::kSlots];
   float part[OutFragment::kSize];  // of the output, of one block of keys
-  float(&product)[OutFragment::kSize] = Config::kMerged ? part : o;
+  float (&product)[OutFragment::kSize] = Config::kMerged ? part : o;
   RegisterOperand<Config::kBlockK * kBytes / 32> probabilities;
 
   // Waits for it; where it stands in `tiles`, -1 after the last.
@@ -292,7 +296,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   };
   const auto issue_scores = [&] {
     wgmma_rows_rows<kScoreDepth, QueryTile, KeyTile>(s, q_operand + q_at.slot * (QueryTile::kBytes >> 4),
-                                                          k_operand + k_at.slot * (KeyTile::kBytes >> 4));
+                                                     k_operand + k_at.slot * (KeyTile::kBytes >> 4));
     wgmma_commit_group();
   };
   const auto issue_output = [&] {

@@ -88,7 +88,9 @@ HINTS = re.compile(
 MEMORY = re.compile(r"(ld|st)\.(global|shared)(?:\.v([24]))?\.(\w+)")
 ATOMIC = re.compile(r"(red|atom)\.(global|shared)\.(\w+)(?:\.v([24]))?(?:\.noftz)?\.(\w+)")
 COMPARISON = re.compile(r"setp\.(\w+)\.(\w+)")
-WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(k16\.f32\.(?:bf16|f16)|k32\.f32\.e4m3)\.(bf16|f16|e4m3)")
+WGMMA = re.compile(
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(k16\.f32\.(?:bf16|f16)|k32\.f32\.e4m3)\.(bf16|f16|e4m3)"
+)
 
 
 def function_name(opcode: str) -> str:

@@ -24,7 +24,8 @@ struct Joined {
   Real weight, sum;
   Real sink;  // its own part of the sum
 };
-template <class P> __device__ __forceinline__ Joined joined(Real m, Real l, Real sink, const P& p, Real lift = Real(0)) {
+template <class P> __device__ __forceinline__ Joined joined(Real m, Real l, Real sink, const P& p,
+                                                            Real lift = Real(0)) {
   if (m == -infinity<Real>() && sink == -infinity<Real>()) return {sink, Real(0), Real(0), Real(0)};
   const Real of_keys = m * p.softmax_scale - lift, base = max_of(of_keys, sink);
   const Real weight = m == -infinity<Real>() ? Real(0) : exp2_of(of_keys - base), part = exp2_of(sink - base);
@@ -76,7 +77,7 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
   // The first half of a step: m follows the maximum; tells whether the accumulator must be multiplied by `alpha`.
   //
   // It follows lazily: while no row outgrows its m by more than 2^kSlack, nothing changes base.  Probabilities then reach
-  // at most 2^kSlack (lifted, 2^(kSlack + kLift)), which every element type holds, sums are exact all the same, and the multiplications of the whole
+  // at most 2^kSlack, which every element type holds, sums are exact all the same, and the multiplications of the whole
   // accumulator are rarely needed.  Far scores are `subtracted` from here on: what is left is s - m.
   template <class P>
   __device__ __forceinline__ bool rebase(Real (&s)[Fragment::kSize], Real (&alpha)[Fragment::kSlots], bool& subtracted,
@@ -249,8 +250,7 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
     Real largest[Fragment::kSlots] = {};
     if constexpr (kLift != Real(0)) {
 #pragma unroll
-      for (int slot = 0; slot < Fragment::kSlots; ++slot)
-        largest[slot] = (l[slot] - before.l[slot]) * exp2_of(-kLift);
+      for (int slot = 0; slot < Fragment::kSlots; ++slot) largest[slot] = (l[slot] - before.l[slot]) * exp2_of(-kLift);
     } else {
 #pragma unroll
       for (int i = 0; i < Fragment::kSize; ++i) largest[Fragment::slot(i)] = max_of(largest[Fragment::slot(i)], s[i]);

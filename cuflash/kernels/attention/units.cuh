@@ -28,8 +28,8 @@ __device__ __forceinline__ HeldUnits<kScaled> units_of(const Params& p, const He
   else
     return {};
 }
-__device__ __forceinline__ const Units& in_units(const Params&, const HeldUnits<true>& held) { return held.units; }
-__device__ __forceinline__ const Params& in_units(const Params& p, const HeldUnits<false>&) { return p; }
+__device__ __forceinline__ auto& in_units(const Params&, const HeldUnits<true>& held) { return held.units; }
+__device__ __forceinline__ auto& in_units(const Params& p, const HeldUnits<false>&) { return p; }
 
 __device__ __forceinline__ Real value_scale(const HeadScales<true>& head) { return head.of_values; }
 __device__ __forceinline__ Real value_scale(const HeadScales<false>&) { return Real(1); }

@@ -29,7 +29,8 @@ template <class Tile> __device__ __forceinline__ u64 operand(const Tile& tile, i
 // The same of a tile of steps, which is not swizzled: halves of a step, then eight of its columns, lie so far apart.
 template <int kDepth, int kColumns> __device__ __forceinline__ u64 operand(const StepTile<kDepth, kColumns>& tile) {
   typedef StepTile<kDepth, kColumns> Tile;
-  return u64((tile.address() & 0x3ffff) >> 4) | u64(Tile::kHalfBytes >> 4) << 16 | u64(8 * Tile::kColumnBytes >> 4) << 32;
+  return u64((tile.address() & 0x3ffff) >> 4) | u64(Tile::kHalfBytes >> 4) << 16 |
+         u64(8 * Tile::kColumnBytes >> 4) << 32;
 }
 // Distance in descriptor units to a step of the contraction along the rows ...
 template <class Tile> __device__ constexpr u64 along_rows(int step) {

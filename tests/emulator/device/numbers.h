@@ -42,7 +42,7 @@ struct E4m3 {
     if (size >= 448.f) return sign | 0x7E;
     int exponent = size < 0x1p-6f ? -6 : std::ilogb(size);
     const int fraction = int(std::nearbyint(std::ldexp(size, 3 - exponent)));  // 8 .. 16, below 8 when denormal
-    return sign | Bits(fraction + ((exponent + 6) << 3));  // a carry moves into the exponent
+    return sign | Bits(fraction + ((exponent + 6) << 3));                      // a carry moves into the exponent
   }
 };
 }  // namespace emu

@@ -62,9 +62,7 @@ void multiply_half(void** slots) {
   Operands** all = reinterpret_cast<Operands**>(slots);
   constexpr u32 kPacked = 4 / sizeof(typename Element::Bits), kWidth = 4 * kPacked;  // of a register, of four lanes'
   float a[16][kK], b[kK][8];
-  const auto part = [](u32 word, u32 h) {
-    return Element::value(typename Element::Bits(word >> (32 / kPacked * h)));
-  };
+  const auto part = [](u32 word, u32 h) { return Element::value(typename Element::Bits(word >> (32 / kPacked * h))); };
   for (u32 l = 0; l < kWarp; ++l)
     for (u32 h = 0; h < kPacked; ++h) {
       const u32 g = l / 4, k = kPacked * (l % 4) + h;

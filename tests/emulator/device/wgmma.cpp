@@ -52,7 +52,7 @@ Range operand_range(const Descriptor& d, u32 extent, bool mn_major) {  // the at
   return {d.start / atom * atom, last / atom * atom + atom};
 }
 constexpr u16 kUndefined[8] = {0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF};  // NaN in every type
-template <class Type> constexpr u32 kDepth = 32 / sizeof(typename Type::Bits);  // of one step
+template <class Type> constexpr u32 kDepth = 32 / sizeof(typename Type::Bits);                   // of one step
 // visit(row or column, k, value) for all elements; 16-byte chunks as the swizzle moves them.
 template <class Type, class Visit>
 void read_operand(const Descriptor& d, u32 extent, bool mn_major, Visit visit) {
@@ -60,8 +60,7 @@ void read_operand(const Descriptor& d, u32 extent, bool mn_major, Visit visit) {
   constexpr u32 kPart = kChunk / sizeof(Bits);
   for (u32 outer = 0; outer < (mn_major ? kDepth<Type> : extent); ++outer)
     for (u32 inner = 0; inner < (mn_major ? extent : kDepth<Type>); inner += kPart) {
-      const u32 linear =
-          mn_major ? mn_major_address(d, inner, outer) : k_major_address(d, outer, inner * sizeof(Bits));
+      const u32 linear = mn_major ? mn_major_address(d, inner, outer) : k_major_address(d, outer, inner * sizeof(Bits));
       const u32 address = swizzled(linear, d.mask);
       const Bits* p = reinterpret_cast<const Bits*>(shared_pointer(address, kChunk, kChunk, "wgmma operand"));
       if (!async_sees(address, "wgmma")) p = reinterpret_cast<const Bits*>(kUndefined);
