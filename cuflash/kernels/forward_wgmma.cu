@@ -96,7 +96,7 @@ __device__ __forceinline__ int tile_count(const Params& p) {
 }
 
 // What a warpgroup has to do with a tile.
-struct Work : HeldUnits<kHasScales> {
+struct Work {
   Place place;
   int row;          // the tile's first
   int first, last;  // blocks of keys that its own rows see
@@ -104,11 +104,7 @@ struct Work : HeldUnits<kHasScales> {
   Range open;       // those that all of its rows see whole
 
   __device__ __forceinline__ Work(const Params& p, const Tile& tile, int group)
-      : HeldUnits<kHasScales>(units_of<kHasScales>(p, tile)),
-        row(tile.row),
-        first(tile.blocks.begin),
-        last(tile.blocks.end),
-        skipped(0) {
+      : row(tile.row), first(tile.blocks.begin), last(tile.blocks.end), skipped(0) {
     place.take_rows(tile);
     place.head = tile.head;
     place.head_k = tile.head_k;
@@ -288,6 +284,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   float part[OutFragment::kSize];  // of the output, of one block of keys
   float (&product)[OutFragment::kSize] = Config::kMerged ? part : o;
   RegisterOperand<Config::kBlockK * kBytes / 32> probabilities;
+  HeldUnits<kHasScales> held_units;  // of the tile whose scores are at hand
 
   // Waits for it; where it stands in `tiles`, -1 after the last.
   const auto next_tile = [&] {
@@ -341,7 +338,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   bool trusted = false;  // whether the rows' maxima so far are fit for a guess
   const auto softmax_step = [&](Softmax& softmax, const Work& work, int block, bool open, bool guesses) {
     bool moved = false, found = false;
-    const auto& units = in_units(p, work);
+    const auto& units = in_units(p, held_units);
     if (guesses) {
       found = softmax.guess(s, alpha, moved, units, release_keys, [&] {
         clear(s);
@@ -434,6 +431,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   int tile = next_tile();           // the grid is no larger than the number of tiles
   if (kPacked && tile < 0) return;  // but they may all be empty
   Work work(p, shared.tiles[tile], group);
+  held_units = units_of<kHasScales>(p, shared.tiles[tile]);
   Softmax softmax;
   skip_keys(work);
   k_at.wait_full(shared.keys);
@@ -479,6 +477,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       tile = next_tile();
       if (tile >= 0) {
         work = Work(p, shared.tiles[tile], group);
+        held_units = units_of<kHasScales>(p, shared.tiles[tile]);
         skip_keys(work);
         k_at.wait_full(shared.keys);
       }
@@ -512,6 +511,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       tile = next_tile();
       if (tile < 0) break;
       work = Work(p, shared.tiles[tile], group);
+      held_units = units_of<kHasScales>(p, shared.tiles[tile]);
       skip_keys(work);
       k_at.wait_full(shared.keys);
       wgmma_fence();

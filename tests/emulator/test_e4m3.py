@@ -69,7 +69,7 @@ def test_every_tile(tile, row):
     for seed, (extra_q, extra_k) in enumerate(((-1, 1), (1, -1), (0, 0))):
         size = row.max_head_dim
         case = replace(CASE, batch=(), seq_q=row.block_q + extra_q, seq_k=2 * row.block_k + extra_k, head_dim=size)
-        check(case, (seed, seed + 3))
+        check(case, (2 * seed,))
 
 
 @tiles
@@ -77,12 +77,12 @@ def test_lengths(tile, name):
     tile(TILES[name])
     block_q, block_k = TILES[name].block_q, TILES[name].block_k
     seed = 0
-    for seq_q in (1, 65, block_q - 1, block_q + 1, 2 * block_q):
-        for seq_k in (1, 17, block_k - 1, block_k, block_k + 1, 3 * block_k + 5):
+    for seq_q in (1, 65, block_q + 1):
+        for seq_k in (1, 17, block_k - 1, block_k, 3 * block_k + 5):
             seed += 1
             case = replace(CASE, batch=(), heads_q=1, seq_q=seq_q, seq_k=seq_k, causal=seed % 2 == 0)
             try:
-                check(case, (seed, seed + 9))
+                check(case, (seed,))
             except (AssertionError, kernels.EmulatorError) as error:
                 raise AssertionError(f"seq_q {seq_q}, seq_k {seq_k}: {error}") from error
 
@@ -91,7 +91,7 @@ def test_lengths(tile, name):
 def test_schedules(tile, name):
     """Several tiles of queries for each block, some of them without any key; blocks that take turns."""
     tile(TILES[name])
-    check(replace(CASE, seq_q=300, seq_k=150, lengths=(150, 37), window=(100, 0)), range(18))
+    check(replace(CASE, seq_q=300, seq_k=150, lengths=(150, 37), window=(100, 0)), range(12))
 
 
 def test_every_seed_gives_the_same_bits(tile):
@@ -105,7 +105,7 @@ def test_head_sizes(tile, head_dim, head_dim_v):
     """Widths that end inside a step of 32 columns, a panel of 128, and a word of 4."""
     tile(TILES["merged"])
     call = widened_call(replace(CASE, batch=(1,), seq_q=131, head_dim=head_dim, head_dim_v=head_dim_v, causal=True))
-    check_call(call, place=widened)
+    check_call(call, (0, 2, 4), place=widened)
 
 
 @pytest.mark.parametrize("strides", [*STRIDES, "rows apart"])
@@ -164,10 +164,9 @@ def test_options(tile, name):
 
 
 @pytest.mark.parametrize("values", ["x3", "x30", "constant", "logits about -200", "dominant key late"])
-@tiles
-def test_values(tile, values, name):
-    """Rows of equal scores, whose guesses' sums are large, and those whose maximum grows late."""
-    tile(TILES[name])
+def test_values(tile, values):
+    """Rows of equal scores, whose guesses' sums are large, and those whose maximum grows late; the last without guesses."""
+    tile(TILES["three warpgroups" if values == "dominant key late" else "continuous"])
     check(replace(CASE, batch=(), values=values, seq_k=250, scales=(None, None, None)), (0, 5))
 
 
