@@ -102,7 +102,7 @@ __device__ __forceinline__ void clear_rows_outside(StepTile<kDepth, kColumns>& t
 #pragma unroll
     for (int byte = 0; byte < kHalfRows; ++byte) {
       const int row = first + row_of_byte(byte);
-      if (row >= valid.begin && row < valid.end) kept[byte / 4] |= 0xffu << byte % 4 * 8;
+      if (row < valid.end && row >= valid.begin) kept[byte / 4] |= 0xffu << byte % 4 * 8;
     }
     const uint4 x = *at;
     st_shared_v4(tile.address() + index * kHalfRows, x.x & kept[0], x.y & kept[1], x.z & kept[2], x.w & kept[3]);
