@@ -29,6 +29,7 @@ from cuflash.problem import (
     describe_packed,
     dtype_name,
     in_layout,
+    refuse_narrow,
 )
 from cuflash.statistics import Statistics
 
@@ -48,8 +49,12 @@ def attention(
     softcap: float | None = None,
     modifiers: Iterable[Modifier] = (),
     layout: str = "bhsd",
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     return_lse: bool = False,
     out: Any = None,
+    out_dtype: Any = None,
     batch_invariant: bool = False,
     precision: str | None = None,
     backend: str | None = None,
@@ -62,7 +67,8 @@ def attention(
     Parameters
     ----------
     q
-        (*batch, heads_q, seq_q, head_dim), float16, bfloat16, float32 or float64; any number of batch axes.
+        (*batch, heads_q, seq_q, head_dim), float16, bfloat16, float32, float64 or float8_e4m3fn; any number of batch axes.
+        Arrays of bytes become the last with ``.view(ml_dtypes.float8_e4m3fn)``.
     k
         (*batch, heads_k, seq_k, head_dim), dtype of q; heads_q is a multiple of heads_k.
     v
@@ -85,10 +91,16 @@ def attention(
         else you want: as many as you like, each expression once.
     layout
         "bhsd" is the order of axes above; "bshd" has seq before heads in q, k, v and out.
+    q_scale, k_scale, v_scale
+        Of float8_e4m3fn arrays: what the elements of a head are multiplied with, greater than 0.  A number, or float32
+        broadcastable to (*batch, heads_q), for keys and values to (*batch, heads_k); None is 1.  On a device arrays of them lie
+        there as well, and are not looked at.
     return_lse
         Also return the log-sum-exp of each row's logits.
     out
         Array to write the result into: its shape, dtype and kind, any strides, no memory shared with an input.
+    out_dtype
+        Of float8_e4m3fn arrays: "bfloat16", which None is as well, or "float16"; others have results of their own dtype.
     batch_invariant
         True: the bits of a batch entry do not depend on the other entries, on how many there are, or on how the arrays lie
         in memory; for one device, version and set of options, and the same lengths.  Arrays that are not contiguous are
@@ -103,7 +115,7 @@ def attention(
     Returns
     -------
     out
-        (*batch, heads_q, seq_q, head_dim_v) in the layout, dtype of q; 0 in a row that sees no key.
+        (*batch, heads_q, seq_q, head_dim_v) in the layout, dtype of q or `out_dtype`; 0 in a row that sees no key.
     lse
         With `return_lse` only: (*batch, heads_q, seq_q) in every layout, natural logarithm, float32 (float64 for
         float64); -inf in a row that sees no key.
@@ -123,6 +135,9 @@ def attention(
     sinks, dropout.  Equal calls on one device give equal bits.  Algorithm: Dao et al., arXiv:2205.14135, and Dao,
     arXiv:2307.08691.
 
+    float8_e4m3fn arrays have no gradient.  On a GPU the weights that meet the values are rounded to that type, too
+    (arXiv:2407.08608, section 3.3); on the host they are not.  A `bias` has the dtype of the result there.
+
     Examples
     --------
     >>> import numpy as np, cuflash
@@ -134,7 +149,9 @@ def attention(
     """
     key = None
     check_flag("batch_invariant", batch_invariant)
-    if _launch is not None and out is None and not modifiers and not batch_invariant:
+    eight_bit = (q_scale, k_scale, v_scale, out_dtype)
+    plain = not (modifiers or batch_invariant) and all(x is None for x in eight_bit)
+    if _launch is not None and out is None and plain:
         key = _launch.signature(
             q, k, v, mask, bias, (scale, causal, window, softcap, layout, return_lse, precision, backend)
         )
@@ -143,7 +160,9 @@ def attention(
             return replayed if return_lse else replayed[0]
     given = present(mask=mask, bias=bias, out=out)
     modifiers = keep(modifiers)
-    home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend, precision)
+    home, call, native = enter(
+        q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend, precision, eight_bit
+    )
     to = checked_out(home, call, native)
     o, lse = run_forward(home, call, to, return_lse, backend, batch_invariant=bool(batch_invariant))
     if key is not None:
@@ -376,6 +395,7 @@ def attention_vjp(
     array([[[0.],
             [0.]]])
     """
+    refuse_narrow(q, k, v)
     modifiers = keep(modifiers)
     order_of_sums(deterministic, batch_invariant)
     options: dict[str, Any] = {
@@ -654,6 +674,10 @@ def explain(
     softcap: float | None = None,
     modifiers: Iterable[Modifier] = (),
     layout: str = "bhsd",
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    out_dtype: Any = None,
     precision: str | None = None,
     backend: str | None = None,
 ) -> Explanation:
@@ -661,7 +685,9 @@ def explain(
 
     Parameters
     ----------
-    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, precision, backend
+    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, q_scale, k_scale, v_scale, out_dtype
+        As for `attention`; nothing is computed.
+    precision, backend
         As for `attention`; nothing is computed.
 
     Returns
@@ -686,7 +712,10 @@ def explain(
     'numpy'
     """
     given = present(mask=mask, bias=bias)
-    home, call, _ = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend, precision)
+    eight_bit = (q_scale, k_scale, v_scale, out_dtype)
+    home, call, _ = enter(
+        q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend, precision, eight_bit
+    )
     if home.device is not None:
         arrays.require_gpu()
         explained: Explanation = launcher().explain(call, backend)
@@ -756,13 +785,18 @@ def enter(
     layout: Any,
     backend: Any,
     precision: Any = None,
+    eight_bit: tuple[Any, Any, Any, Any] | None = None,
 ) -> tuple[Home, Call, dict[str, Any]]:
-    """Validate a call: where its arrays live, what it is, and its native arrays by name."""
+    """Validate a call: where its arrays live, what it is, and its native arrays by name.
+
+    `eight_bit` are the scales and the dtype of the result, in calls that take 8-bit arrays.
+    """
     home, native = arrays.gather({"q": q, "k": k, "v": v, **given})
     check_backend(backend, home)
     seq_axis = -3 if check_layout(layout) == "bshd" else -2
     seq_k = native["k"].shape[seq_axis] if native["k"].ndim >= 3 else MAX_SEQ
-    chain = arrays.native_modifiers(modifiers, home, dtype_name(native["q"].dtype), seq_k)
+    dtype = dtype_name(native["q"].dtype)
+    chain = arrays.native_modifiers(modifiers, home, dtype, seq_k)
     call = describe(
         native["q"],
         native["k"],
@@ -776,6 +810,7 @@ def enter(
         modifiers=chain,
         layout=layout,
         precision=precision,
+        scales=None if eight_bit is None else arrays.native_scales(*eight_bit, home, dtype),
     )
     check_precision_there(call, home)
     return home, call, {**native, **differentiable(chain)}
@@ -863,7 +898,7 @@ def checked_out(home: Home, call: Call, native: Mapping[str, Any]) -> Any:
     """The caller's `out` if there is one; raises if the result cannot be written there."""
     out, problem = native.get("out"), call.problem
     if out is not None:
-        check_array("out", out, in_layout(problem.out_shape, problem.layout), problem.dtype, "the result's")
+        check_array("out", out, in_layout(problem.out_shape, problem.layout), problem.out_dtype, "the result's")
         arrays.check_out(out, home, {"q": call.q, "k": call.k, "v": call.v, **call.operands})
     return out
 
@@ -910,7 +945,7 @@ def run_forward(
     problem = call.problem
     if home.device is None:
         if out is None and problem.layout == "bshd":
-            out = np.empty(in_layout(problem.out_shape, problem.layout), call.q.dtype)
+            out = np.empty(in_layout(problem.out_shape, problem.layout), arrays.named_dtype(problem.out_dtype))
         to = None if out is None else canonical(out, problem.layout)
         return numpy_backend.forward(call, to, statistics=statistics, batch_invariant=batch_invariant)
     arrays.require_gpu()

@@ -13,16 +13,17 @@ import operator
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from cuflash.errors import ArgumentError, ShapeError, UnsupportedError
-from cuflash.modifiers import ALiBi, BlockMask, Documents, Dropout, KeyLengths, Modifier, Packed, Sinks, Written
+from cuflash.modifiers import ALiBi, BlockMask, Documents, Dropout, KeyLengths, Modifier, Packed, Scales, Sinks, Written
 from cuflash.modifiers.base import device_of
 from cuflash.modifiers.dropout import word_pair
-from cuflash.problem import DTYPES, operand_title, user_modifiers
+from cuflash.problem import DTYPES, NARROW, OUT_DTYPES, dtype_name, finite, operand_title, user_modifiers
 
 # DLDeviceType of dlpack.h
 HOST_DEVICES = (1, 3)  # kDLCPU, kDLCUDAHost
@@ -115,6 +116,10 @@ def imported(name: str, x: Any) -> tuple[Home, Any]:
     """One DLPack exporter."""
     kind, ordinal = x.__dlpack_device__()
     namespace = namespace_of(x)
+    if NARROW in str(getattr(x, "dtype", "")) and hasattr(namespace, "uint8"):
+        # Neither NumPy nor CuPy takes such an array, so its bytes come in.
+        home, array = imported(name, x.view(namespace.uint8))
+        return home, array.view(narrow_dtype())
     if kind in CUDA_DEVICES:
         array = aligned(name, load_cupy(name, x).from_dlpack(x))
         plain = device_home(array.data.device_id)
@@ -184,10 +189,22 @@ def bfloat16() -> np.dtype[Any]:
     return dtype
 
 
+def narrow_dtype() -> np.dtype[Any]:
+    import ml_dtypes
+
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.float8_e4m3fn)
+    return dtype
+
+
+def named_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of that name."""
+    return bfloat16() if name == "bfloat16" else np.dtype(name)
+
+
 def in_dtype(x: Any, name: str) -> Any:
     """A native array in the dtype of that name."""
     with device_of(x):
-        return x.astype(bfloat16() if name == "bfloat16" else np.dtype(name), copy=False)
+        return x.astype(named_dtype(name), copy=False)
 
 
 # ---- the device ------------------------------------------------------------------------------------------------------
@@ -409,6 +426,60 @@ def native_sinks(modifier: Sinks, home: Home, accumulator: str) -> Sinks:
         converted = x.astype(accumulator, copy=False)
     logits = placed(modifier, converted, home) if isinstance(x, np.ndarray) else converted
     return replace(modifier, logits=logits, dtype=of_gradient)
+
+
+def native_scales(q_scale: Any, k_scale: Any, v_scale: Any, out_dtype: Any, home: Home, dtype: str) -> Scales | None:
+    """What the elements of 8-bit arrays count, with native arrays; None for arrays of other dtypes."""
+    given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    asked = None if out_dtype is None else out_dtype_name(out_dtype)
+    if dtype != NARROW:
+        for name, x in given.items():
+            if x is not None:
+                raise ArgumentError(f"{name} goes with {NARROW} arrays; q has dtype {dtype}, use scale, or multiply v")
+        if asked not in (None, dtype):
+            raise ArgumentError(f"out_dtype={out_dtype!r}: must be None or {dtype}, the dtype of q; convert the result")
+        return None
+    if asked is None:
+        asked = OUT_DTYPES[0]
+    elif asked not in OUT_DTYPES:
+        raise ArgumentError(f"out_dtype={out_dtype!r}: must be {' or '.join(OUT_DTYPES)} for {NARROW} arrays")
+    numbers, views = dict.fromkeys(given, 1.0), {}
+    for name, x in given.items():
+        if isinstance(x, (Real, np.generic, str)):
+            numbers[name] = finite(name, x, dtype)
+            if numbers[name] <= 0:
+                raise ArgumentError(f"{name}={x!r}: must be greater than 0")
+        elif x is not None:
+            views[name] = native_scale(name, x, home)
+    return Scales(
+        out_dtype=asked, value_scale=numbers["v_scale"], logit_scale=numbers["q_scale"] * numbers["k_scale"], **views
+    )
+
+
+def out_dtype_name(dtype: Any) -> str:
+    if isinstance(dtype, str):
+        return dtype
+    try:
+        return dtype_name(np.dtype(dtype))
+    except TypeError:
+        raise ArgumentError(f"out_dtype={dtype!r:.80}: must be the name of a dtype, or a dtype of NumPy") from None
+
+
+def native_scale(name: str, x: Any, home: Home) -> Any:
+    """Scales of the heads as float32 where the call's arrays are; those of a device are not read."""
+    array = modifier_array(name, x, home)
+    if not hasattr(x, "dtype"):
+        array = array.astype(np.float32)
+    if dtype_name(array.dtype) != "float32":
+        raise ArgumentError(f"{name} has dtype {array.dtype}: must be float32; convert it with astype")
+    if not isinstance(array, np.ndarray):
+        return array
+    if home.device is not None:
+        raise ArgumentError(f"{name} is on the host, but q is {home}; pass a number, or an array beside q")
+    if not ((array > 0) & np.isfinite(array)).all():
+        wrong = array[~((array > 0) & np.isfinite(array))].flat[0]
+        raise ArgumentError(f"{name} contains {wrong}: each must be finite and greater than 0")
+    return array
 
 
 def native_number(name: str, x: Any, home: Home) -> Any:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from cuflash.errors import UnsupportedError
 from cuflash.place import Placed
-from cuflash.problem import Problem
+from cuflash.problem import NARROW, Problem
 from cuflash.schedules import mma, simt, split, wgmma
 from cuflash.variant import ITEMSIZE
 
@@ -57,13 +57,14 @@ def floor_seconds(problem: Problem, device: Device) -> float | None:
     """
     if not (device.clock_hz and device.bytes_per_second and device.capability in RATES):
         return None
-    rate = RATES[device.capability][{2: 0, 4: 1, 8: 2}[ITEMSIZE[problem.dtype]]]
+    itemsize = ITEMSIZE[problem.dtype]
+    rate = 2 // itemsize * RATES[device.capability][0] if itemsize < 4 else RATES[device.capability][itemsize // 8 + 1]
     pairs = problem.batch_size * problem.heads_q * problem.seq_q * problem.seq_k
     flops = 2 * pairs * (problem.head_dim + problem.head_dim_v) * (0.5 if problem.modifier("causal") else 1)
     widths = problem.head_dim + problem.head_dim_v
     elements = problem.batch_size * widths * (problem.heads_q * problem.seq_q + problem.heads_k * problem.seq_k)
     arithmetic = flops / (rate * device.multiprocessors * device.clock_hz)
-    return max(arithmetic, elements * ITEMSIZE[problem.dtype] / device.bytes_per_second)
+    return max(arithmetic, elements * itemsize / device.bytes_per_second)
 
 
 def described_device(capability: int) -> Device:
@@ -85,6 +86,8 @@ class Backend:
     schedule: ModuleType
     last_capability: int = 1 << 30
     schedules: Mapping[str, ModuleType] = field(default_factory=dict)  # of dtypes that have one of their own
+    #: the lowest capability for each dtype that inputs of a forward may have, and results not
+    of_inputs: Mapping[str, int] = field(default_factory=dict)
 
     def schedule_of(self, problem: Problem) -> ModuleType:
         """The host side for a problem's dtype."""
@@ -92,14 +95,15 @@ class Backend:
 
     def refusal(self, problem: Problem, device: Device, at: Mapping[str, Placed], backward: bool) -> str | None:
         """Why this backend does not take the problem with arrays at these places, or None."""
-        if problem.dtype not in self.capabilities:
+        needed = {**self.capabilities, **self.of_inputs}.get(problem.dtype)
+        if needed is None:
             return f"{problem.dtype} is not among its dtypes ({', '.join(self.capabilities)})"
-        needed = self.capabilities[problem.dtype]
         if device.capability < needed:
             older = f"{problem.dtype} needs compute capability {needed / 10:.1f}, {device} is older"
             if problem.dtype == "float32":
                 return older
-            return f"{older}; convert to {'float16 or float32' if problem.dtype == 'bfloat16' else 'float32'}"
+            wider = {NARROW: "float16", "bfloat16": "float16 or float32"}.get(problem.dtype, "float32")
+            return f"{older}; convert to {wider}"
         if device.capability > self.last_capability:
             return f"its instructions exist on compute capability {self.last_capability / 10:.1f} only"
         for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
@@ -124,6 +128,7 @@ BACKENDS = (
         wgmma.MAX_HEAD_DIM,
         wgmma,
         last_capability=90,
+        of_inputs={NARROW: 90},
     ),
     Backend(
         "mma",

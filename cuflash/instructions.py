@@ -6,14 +6,16 @@ PTX ISA, "wgmma.mma_async".
 
 from __future__ import annotations
 
-_PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
+_PTX_TYPES = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
+#: types whose operands in shared memory can only have the contraction along their rows
+_ONE_WAY = ("e4m3",)
 
 
 def wgmma(columns: tuple[int, ...], dtype: str) -> str:
     """C++ text: ``Wgmma<N>`` for each N, with A in shared memory or in registers, operands either way round."""
     head = (
-        "// wgmma.mma_async m64nNk16: c (+)= A B.  kDownA, kDownB: 1 where the contraction runs down the columns of the\n"
-        "// operand in shared memory.\n"
+        "// wgmma.mma_async m64nN: c (+)= A B.  kDownA, kDownB: 1 where the contraction runs down the columns of the\n"
+        "// operand in shared memory, which 8-bit types do not have.\n"
         "template <int kColumns> struct Wgmma;\n"
     )
     return head + "".join(_struct(n, _PTX_TYPES[dtype]) for n in sorted(set(columns)))
@@ -42,11 +44,12 @@ def _product(
     size = columns // 2
     accumulators = ", ".join(f"%{i}" for i in range(size))
     outputs = ", ".join(f'"+f"(c[{i}])' for i in range(size))
-    down = directions.format(*(b + 2 + i for i in range(len(constants))))
-    immediates = ", ".join(f'"n"({name})' for name in constants)
-    opcode = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{ptx_type}.{ptx_type}"
+    turns = ptx_type not in _ONE_WAY
+    down = ", " + directions.format(*(b + 2 + i for i in range(len(constants)))) if turns else ""
+    immediates = "".join(f', "n"({name})' for name in constants) if turns else ""
+    opcode = f"wgmma.mma_async.sync.aligned.m64n{columns}k{16 if turns else 32}.f32.{ptx_type}.{ptx_type}"
     return (
         f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{b + 1}, 0;\\n"\n'
-        f'                 "{opcode} {{{accumulators}}}, {a}, %{b}, p, 1, 1, {down};\\n}}"\n'
-        f'                 : {outputs}\n                 : {given_a}, "l"(b), "r"(accumulate), {immediates});\n'
+        f'                 "{opcode} {{{accumulators}}}, {a}, %{b}, p, 1, 1{down};\\n}}"\n'
+        f'                 : {outputs}\n                 : {given_a}, "l"(b), "r"(accumulate){immediates});\n'
     )

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import cupy
 
 from cuflash import jit
+from cuflash.arrays import named_dtype
 from cuflash.backends import Device, floor_seconds
 from cuflash.explanation import Explanation
 from cuflash.gradients import gradient_terms, gradients_type
+from cuflash.place import as_bytes
 from cuflash.plan import (
     Plan,
     arguments_of,
@@ -152,7 +154,7 @@ def forward(
     with cupy.cuda.Device(call.q.data.device_id):
         if with_lse and lse is None:
             lse = cupy.empty(problem.lse_shape, problem.accumulator)
-        to = empty(problem.out_shape, problem, call.q.dtype) if out is None else out
+        to = empty(problem.out_shape, problem, named_dtype(problem.out_dtype)) if out is None else out
         arrays = forward_arrays(call, to, lse, **(statistics or {}))
         if batch_invariant:
             arrays = compacted(problem, arrays)
@@ -235,7 +237,7 @@ def in_one_batch(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Contiguous copies, operands broadcast along the batch axes, so that these can be merged into one."""
     axes = len(problem.batch)
     return {
-        name: cupy.ascontiguousarray(cupy.broadcast_to(x, (*problem.batch, *x.shape[axes:])))
+        name: as_bytes(cupy.ascontiguousarray, cupy.broadcast_to(x, (*problem.batch, *x.shape[axes:])))
         for name, x in arrays.items()
     }
 
@@ -276,7 +278,7 @@ def remember(key: Any, call: Call, out: Any, lse: Any, requested: str | None) ->
     """Keep the plan of a forward that has just run."""
     problem = call.problem
     arrays = forward_arrays(call, canonical(out, problem.layout), lse)
-    if key is None or not is_mergeable(problem, arrays):
+    if key is None or problem.scales or not is_mergeable(problem, arrays):
         return
     if len(_replays) >= 4096:
         _replays.clear()
@@ -311,7 +313,7 @@ def explain(call: Call, requested: str | None = None) -> Explanation:
     """What the forward of a call on CuPy arrays would run, with the compiled kernel's registers."""
     problem = call.problem
     with cupy.cuda.Device(call.q.data.device_id):
-        arrays = forward_arrays(call, empty(problem.out_shape, problem, call.q.dtype), None)
+        arrays = forward_arrays(call, empty(problem.out_shape, problem, named_dtype(problem.out_dtype)), None)
         if not is_mergeable(problem, arrays):
             arrays = in_one_batch(problem, arrays)
         plan = plan_forward(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)

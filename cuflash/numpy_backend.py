@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuflash import segments
+from cuflash.arrays import named_dtype
 from cuflash.decode_problem import DecodeCall, append, entries
 from cuflash.gradients import differentiable_operands, gradients_type
 from cuflash.modifiers import BlockMask, Modifier, Tile
@@ -102,7 +103,7 @@ def forward(
     call = for_twins(call)
     inputs = (call.q, call.k, call.v, *call.operands.values())
     direct = out is not None and not any(np.may_share_memory(out, x) for x in inputs)
-    result = out if out is not None and direct else np.empty(problem.out_shape, call.q.dtype)
+    result = out if out is not None and direct else np.empty(problem.out_shape, named_dtype(problem.out_dtype))
     lse = np.empty(problem.lse_shape, problem.accumulator)
     asked = statistics or {}
     with np.errstate(all="ignore"):  # infinities and NaN of the input are results here, not accidents

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,12 @@ def compact(array: Any, layout: Layout) -> Any:
         step *= n
     if x.size == 0 or (x.strides == tuple(reversed(strides)) and address(x) % 16 == 0):
         return array
-    return canonical(x.copy(order="C"), layout)
+    return canonical(as_bytes(lambda of_bytes: of_bytes.copy(order="C"), x), layout)
+
+
+def as_bytes(function: Callable[[Any], Any], x: Any) -> Any:
+    """What a function that only moves elements makes of an array; those that CuPy has no code for are moved as bytes."""
+    return function(x.view(np.uint8)).view(x.dtype) if x.dtype.kind == "V" and x.dtype.itemsize == 1 else function(x)
 
 
 def merged_batch(

@@ -17,7 +17,7 @@ from cuflash import abi, tensormap
 from cuflash.backends import Device, select
 from cuflash.errors import UnsupportedError
 from cuflash.gradients import score_operands
-from cuflash.modifiers import REGISTRY, Scaled
+from cuflash.modifiers import REGISTRY, Scaled, Scales
 from cuflash.place import Placed, address, compact, merged_batch, placed
 from cuflash.problem import Call, Problem, operand_title
 from cuflash.schedules import order, rows, split
@@ -65,7 +65,7 @@ class Plan:
     statistics_bytes: int = 0
     dq_sum_bytes: int = 0
     turns_bytes: int = 0
-    split_bytes: Mapping[str, int] = field(default_factory=dict)
+    forward_bytes: Mapping[str, int] = field(default_factory=dict)  # what its own first passes write
     encoded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # tensor maps by array and address
 
     @property
@@ -76,7 +76,7 @@ class Plan:
     def workspace(self) -> dict[str, int]:
         """Bytes by field name, without those that are not needed."""
         needed = {"statistics": self.statistics_bytes, "dq_sum": self.dq_sum_bytes, "turns": self.turns_bytes}
-        needed |= self.split_bytes
+        needed |= self.forward_bytes
         return {name: size for name, size in needed.items() if size}
 
     def arguments(
@@ -112,7 +112,8 @@ def plan_forward(
     schedule = backend.schedule_of(problem)
     config = schedule.forward(problem, device.shared_limit, aligned, **kept)
     names = chain_names(problem)
-    variant = Variant(config.kernel, problem.dtype, names, config)
+    out_dtype = "" if problem.out_dtype == problem.dtype else problem.out_dtype
+    variant = Variant(config.kernel, problem.dtype, names, config, out_dtype)
     steps = [Step(variant, grid(config, problem, device))]
     split_bytes = {}
     if isinstance(config, split.ForwardSplit):
@@ -120,6 +121,15 @@ def plan_forward(
         rest = split.rest(problem, device.shared_limit, aligned, config)
         steps = [*steps_of(problem, split.names(names), *before), *steps, *steps_of(problem, names, rest)]
         split_bytes = split.workspace(problem, config.planes)
+    of_values: dict[str, int] = {}
+    value_bytes = 0
+    if problem.scales:  # the second product wants the values in another order
+        count = config.step_count(problem)
+        of_heads = problem.batch_size * problem.heads_k * count
+        first = backend.schedule.values(problem)
+        steps.insert(0, Step(Variant(first.kernel, problem.dtype, (Scales.name,), first), first.blocks_of(of_heads)))
+        value_bytes = first.bytes_of(of_heads)
+        of_values = {"step_count": count, "value_words": int(at["v"].aligned(4, axes))}
     if "column_sums" in at:  # a pass over the scores that follows, because it needs lse
         columns = schedule.columns(problem, device.shared_limit, all(at[n].aligned(16, axes) for n in "qk"))
         steps.append(Step(Variant(columns.kernel, problem.dtype, names, columns), columns.blocks(problem)))
@@ -128,11 +138,13 @@ def plan_forward(
         **common_values(problem),
         "out_vectors": vectors(at["out"], axes),
         "section": order.section(problem, device.cache_bytes),
+        **of_values,
     }
     with_statistics = any(name in at for name in abi.STATISTICS)
     template, offsets = pack("forward", problem, at, values, variant.maps, with_statistics)
     maps = tensor_maps(variant, problem, at)
-    return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps, split_bytes=split_bytes)
+    bytes_of = split_bytes | ({"value_steps": value_bytes} if value_bytes else {})
+    return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps, forward_bytes=bytes_of)
 
 
 def steps_of(problem: Problem, names: tuple[str, ...], *configs: Config) -> list[Step]:

@@ -29,6 +29,7 @@ from cuflash.modifiers import (
     Mask,
     Modifier,
     Packed,
+    Scales,
     Sinks,
     Softcap,
     Window,
@@ -40,7 +41,14 @@ Precision = Literal["tf32"]
 Alignment = Literal["bottom_right", "top_left"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+NARROW = "float8_e4m3fn"  # of inputs alone, with `Scales`
+OUT_DTYPES = ("bfloat16", "float16")  # of what is computed from such
 MAX_SEQ = 1 << 30  # positions are 32-bit in the kernels; sums of two stay below 2^31
+#: how messages name dtypes in whose arrays bits of others may lie
+BITS = {
+    "uint16": "the bits of bfloat16 with .view(ml_dtypes.bfloat16), others ",
+    "uint8": f"the bits of {NARROW} with .view(ml_dtypes.{NARROW}), others ",
+}
 FLOAT32 = np.finfo(np.float32)
 FLOAT64 = np.finfo(np.float64)
 
@@ -119,6 +127,16 @@ class Problem:
         return self.seq_k - self.seq_q if self.alignment == "bottom_right" and not self.is_packed else 0
 
     @property
+    def scales(self) -> Scales | None:
+        """What the elements of 8-bit arrays count; None for others."""
+        return next((m for m in self.modifiers if isinstance(m, Scales)), None)
+
+    @property
+    def out_dtype(self) -> str:
+        """dtype of the output."""
+        return scales.out_dtype if (scales := self.scales) else self.dtype
+
+    @property
     def accumulator(self) -> str:
         """dtype of sums, statistics and lse."""
         return "float64" if self.dtype == "float64" else "float32"
@@ -167,11 +185,14 @@ class Call:
 
 
 def for_twins(call: Call) -> Call:
-    """The call with what the modifiers' twins read besides."""
+    """The call with what the modifiers' twins read besides, and what 8-bit arrays stand for in place of these."""
     operands = dict(call.operands)
     for m in call.problem.modifiers:
         operands |= m.twin_operands(call.problem, call.operands, call.numbers, call.first_entry)
-    return replace(call, operands=operands)
+    q, k, v = call.q, call.k, call.v
+    if (scales := call.problem.scales) is not None:
+        q, k, v = scales.dequantised(q, k, v, operands)
+    return replace(call, q=q, k=k, v=v, operands=operands)
 
 
 def canonical(array: Any, layout: Layout) -> Any:
@@ -200,6 +221,7 @@ def describe(
     layout: str = "bhsd",
     precision: str | None = None,
     packed: Packed | None = None,
+    scales: Scales | None = None,
 ) -> Call:
     """Validate one call's arguments; raises an `ArgumentError` that names the argument, its value and the remedy."""
     layout = check_layout(layout)
@@ -209,7 +231,9 @@ def describe(
                 f"{name} has shape {x.shape}: at least 3 axes are needed, (..., heads, seq, head_dim) in layout "
                 f"{layout!r}; add an axis of length 1 for a single head"
             )
-    dtype = check_dtypes(q, k, v)
+    dtype = check_dtypes(q, k, v, narrow=scales is not None and packed is None)
+    if dtype != NARROW:
+        scales = None
     q, k, v = canonical(q, layout), canonical(k, layout), canonical(v, layout)
     check_shapes(q, k, v, layout)
     *batch, heads_q, seq_q, head_dim = q.shape
@@ -229,6 +253,8 @@ def describe(
     if packed is not None:
         check_packable(chain)
         chain.append(packed)
+    if scales is not None:
+        chain.append(scales)
     chain = sorted((m for m in chain if not (isinstance(m, Dropout) and m.threshold == 0)), key=lambda m: m.order)
     problem = Problem(
         dtype=dtype,
@@ -245,6 +271,8 @@ def describe(
         layout=layout,
         precision=check_precision(precision, dtype),
     )
+    if scales is not None and (factor := scales.logit_scale) != 1:
+        problem = replace(problem, scale=finite("scale times q_scale and k_scale", problem.scale * factor, dtype))
     operands = {name: operand(m, name, x, problem) for m in chain for name, x in m.arrays().items()}
     for m in chain:
         operands |= m.derived(operands)
@@ -308,18 +336,30 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype)
 
 
-def check_dtypes(q: Any, k: Any, v: Any) -> str:
-    """The one dtype of q, k and v."""
+def refuse_narrow(*arrays: Any) -> None:
+    """Raise where an array has 8-bit elements, which the forward alone takes."""
+    for x in arrays:
+        if dtype_name(getattr(x, "dtype", None)).rpartition(".")[2] == NARROW:
+            raise UnsupportedError(
+                f"{NARROW} arrays: attention and explain alone take them, without gradients, statistics, packed sequences or "
+                "caches; convert them with astype and multiply them with their scales"
+            )
+
+
+def check_dtypes(q: Any, k: Any, v: Any, narrow: bool = False) -> str:
+    """The one dtype of q, k and v; `narrow` tells that it may be the 8-bit one."""
     dtypes = {name: dtype_name(x.dtype) for name, x in (("q", q), ("k", k), ("v", v))}
     for name, dtype in dtypes.items():
-        if dtype not in DTYPES:
-            bits = "the bits of bfloat16 with .view(ml_dtypes.bfloat16), others " if dtype == "uint16" else ""
+        if dtype not in (*DTYPES, NARROW):
+            bits = BITS.get(dtype, "")
             raise ArgumentError(
                 f"{name} has dtype {dtype}: must be one of {', '.join(DTYPES)}; convert it, {bits}with astype"
             )
     if len(set(dtypes.values())) > 1:
         found = ", ".join(f"{n} {d}" for n, d in dtypes.items())
         raise ArgumentError(f"q, k and v must have one dtype, found {found}; convert them to a common one")
+    if not narrow:
+        refuse_narrow(q)
     return dtypes["q"]
 
 
@@ -466,8 +506,11 @@ def operand(modifier: Modifier, name: str, x: Any, problem: Problem) -> Any:
             f"mask has dtype {x.dtype}: must be bool (True = visible); an additive mask goes into bias, 0/1 integers "
             "need mask.astype(bool)"
         )
-    if name == "bias" and dtype_name(x.dtype) != problem.dtype:
-        raise ArgumentError(f"bias has dtype {x.dtype}: must be that of q, {problem.dtype}; convert it with astype")
+    if name == "bias" and dtype_name(x.dtype) != problem.out_dtype:
+        of = "the result" if problem.scales else "q"
+        raise ArgumentError(
+            f"bias has dtype {x.dtype}: must be that of {of}, {problem.out_dtype}; convert it with astype"
+        )
     if isinstance(modifier, Written):
         return modifier.operand(name, x, problem)
     inner = modifier.axes(name, problem)

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 
 from cuflash import abi, instructions
-from cuflash.modifiers import REGISTRY, Dropout, Modifier, Packed, Written
+from cuflash.modifiers import REGISTRY, Dropout, Modifier, Packed, Scales, Written
 from cuflash.variant import ELEMENTS, Variant
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"[^\n]*$', re.MULTILINE)
@@ -61,6 +61,7 @@ def prologue(variant: Variant) -> str:
             f"// {variant}",
             '#include "hw/element.cuh"',
             f"typedef {ELEMENTS[variant.dtype]} Element;",
+            f"typedef {ELEMENTS[variant.out_dtype or variant.dtype]} OutElement;",
             f"typedef {variant.real} Real;",
             "struct Config {",
             constants,
@@ -75,6 +76,7 @@ def prologue(variant: Variant) -> str:
             _visibility([m for m in chain if m.kind == "range"], [m for m in chain if m.kind == "mask"]),
             _sum([m for m in chain if m.kind == "sum"]),
             _drop([m for m in chain if m.kind == "drop"]),
+            _units([m for m in chain if m.kind == "units"]),
             _operand_gradients(variant, chain),
         ]
     )
@@ -194,6 +196,16 @@ def _drop(chain: list[type[Modifier]]) -> str:
         for kind, name in (("u64", "seed"), ("u64", "offset"), ("u32", "threshold"), ("Real", "scale"))
     )
     return f"constexpr bool kDrops = false;\nstruct {Dropout.__name__} {{ {none} }};"
+
+
+def _units(chain: list[type[Modifier]]) -> str:
+    """Whether heads have scales of their own; without them what `Scales` says does not matter."""
+    if chain:
+        return "constexpr bool kHasScales = true;"
+    none = " ".join(
+        f"{_QUALIFIERS} Real {name}(const Params&, const Place&) {{ return 1; }}" for name in ("of_scores", "of_values")
+    )
+    return f"constexpr bool kHasScales = false;\nstruct {Scales.__name__} {{ {none} }};"
 
 
 def _operand_gradients(variant: Variant, chain: list[type[Modifier]]) -> str:

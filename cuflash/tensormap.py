@@ -1,7 +1,8 @@
 """Descriptors of arrays for Hopper's tensor memory accelerator (TMA): what they say, and the driver's encoding.
 
-A map describes a 4-dimensional array (column, row, head, batch entry) of 16-bit elements, walked in boxes of 64 columns:
-128 bytes, which is also the swizzle span (kernels/hw/copy_tma.cuh).  Source: CUDA driver API, "Tensor Map Object Management".
+A map describes a 4-dimensional array (column, row, head, batch entry) of 16-bit elements, walked in boxes of 64 columns, or
+of 8-bit ones in boxes of 128: 128 bytes, which is also the swizzle span (kernels/hw/copy_tma.cuh).  Source: CUDA driver API,
+"Tensor Map Object Management".
 
 Where sequences are packed, the hardware keeps each apart from the next: rows outside the map are read as zeros and not written,
 so a map has to end where a sequence does.  Its fourth axis, which no batch needs, walks over rows a second time.  A sequence is
@@ -22,18 +23,18 @@ from cuflash.errors import UnsupportedError
 from cuflash.place import Placed, merged_batch
 from cuflash.problem import Problem
 
-PANEL_COLUMNS = 64
+PANEL_COLUMNS, PANEL_BYTES = 64, 128  # of 16-bit elements
 PANEL_ALIGNMENT = 1024  # bytes, of what swizzled copies fill
-ELEMENTS = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+ELEMENTS = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # CUtensorMapDataType, which has bytes for 8-bit floats
 SWIZZLE_128B, PROMOTION_L2_128B = 3, 2
 MAX_STRIDE = 1 << 40
 ARRAYS = ("q", "k", "v", "out", "dout", "dk", "dv")  # those that kernels reach through maps
 _VALUE_WIDE = ("v", "out", "dout", "dv")  # arrays of head_dim_v columns
 
 
-def panel_bytes(rows: int, columns: int) -> int:
+def panel_bytes(rows: int, columns: int, itemsize: int = 2) -> int:
     """Shared memory of a PanelTile of hw/copy_tma.cuh."""
-    return -(-columns // PANEL_COLUMNS) * rows * 2 * PANEL_COLUMNS
+    return -(-columns * itemsize // PANEL_BYTES) * rows * PANEL_BYTES
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,12 @@ class TensorMap:
     strides: tuple[int, int, int]  # bytes between rows, heads, batch entries
     box_rows: int
     origin: int = 0  # bytes from the array's beginning to where all coordinates are 0
+    itemsize: int = 2
 
     @property
     def box(self) -> tuple[int, int, int, int]:
         """Elements of one copy along each axis."""
-        return PANEL_COLUMNS, self.box_rows, 1, 1
+        return PANEL_BYTES // self.itemsize, self.box_rows, 1, 1
 
 
 def describe(name: str, problem: Problem, place: Placed, box_rows: int) -> TensorMap:
@@ -65,7 +67,8 @@ def describe(name: str, problem: Problem, place: Placed, box_rows: int) -> Tenso
         raise UnsupportedError(f"the batch axes {problem.batch} of {name} cannot be merged into one")
     head_stride, row_stride, step = place.strides[axes : axes + 3]
     merged = replace(place, strides=(batch_strides[name][-1], head_stride, row_stride, step))
-    whole = described(name, problem.dtype, (width, rows, heads, batch_sizes[-1]), merged, box_rows)
+    dtype = problem.out_dtype if name == "out" else problem.dtype
+    whole = described(name, dtype, (width, rows, heads, batch_sizes[-1]), merged, box_rows)
     return ending_with_sequences(whole) if problem.is_packed else whole
 
 
@@ -81,7 +84,7 @@ def described(name: str, dtype: str, sizes: tuple[int, int, int, int], place: Pl
                 f"{name} has a stride of {stride} bytes along its {axis} axis; TMA takes positive ones below 2^40"
             )
     used = tuple(s if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
-    return TensorMap(name, ELEMENTS[dtype], sizes, (used[0], used[1], used[2]), box_rows)
+    return TensorMap(name, ELEMENTS[dtype], sizes, (used[0], used[1], used[2]), box_rows, itemsize=place.itemsize)
 
 
 def ending_with_sequences(whole: TensorMap) -> TensorMap:

@@ -73,6 +73,7 @@ class ForwardWgmmaTile(NamedTuple):
     query_stages: int
     continuous: bool
     optimistic: bool = True
+    merged: bool = False  # of 8-bit inputs: what each block of keys adds is summed apart
     max_keys: int = 1 << 31  # that a query sees on average
     max_weight: int = 1 << 31  # schedules/wgmma.py, `weight`
 
@@ -173,6 +174,19 @@ FORWARD_WGMMA = (
     ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, max_weight=7),
     ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False, max_weight=13),
     ForwardWgmmaTile(256, 128, 16, 2, 1, continuous=False),
+)
+
+# The same kernel with 8-bit inputs; not measured yet.
+FORWARD_WGMMA_E4M3 = (
+    ForwardWgmmaTile(64, 192, 128, 4, 2, continuous=False, max_weight=1),
+    ForwardWgmmaTile(64, 128, 128, 4, 2, continuous=True),
+    ForwardWgmmaTile(128, 128, 192, 2, 2, continuous=True, max_weight=7),
+    ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_weight=9),
+    ForwardWgmmaTile(128, 128, 64, 3, 2, continuous=True),
+    ForwardWgmmaTile(192, 128, 128, 2, 1, continuous=False, max_weight=7),
+    ForwardWgmmaTile(256, 128, 96, 2, 1, continuous=False, max_weight=7),
+    ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, max_weight=13),
+    ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False),
 )
 
 DECODE_MMA = (

@@ -12,9 +12,15 @@ from typing import Any
 
 from cuflash.abi import STATISTICS
 
-ELEMENTS = {"float16": "Half", "bfloat16": "Bfloat16", "float32": "float", "float64": "double"}
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
+ELEMENTS = {
+    "float8_e4m3fn": "E4m3",
+    "float16": "Half",
+    "bfloat16": "Bfloat16",
+    "float32": "float",
+    "float64": "double",
+}
+ITEMSIZE = {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+SHORT = {"float8_e4m3fn": "e4m3", "float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,7 @@ class Variant:
     dtype: str
     modifiers: tuple[str, ...]
     config: Any  # a frozen dataclass of ints and bools
+    out_dtype: str = ""  # of the result, where it is not that of the inputs
 
     @property
     def direction(self) -> str:
@@ -59,7 +66,8 @@ class Variant:
             if getattr(self.config, "head_dim_v", self.config.head_dim) != self.config.head_dim:
                 parts.append(f"v{self.config.head_dim_v}")
         kept = [name for name in STATISTICS if getattr(self.config, name, False)]
-        return "_".join([*parts, SHORT[self.dtype], *self.modifiers, *kept])
+        dtypes = [SHORT[dtype] for dtype in (self.dtype, self.out_dtype) if dtype]
+        return "_".join([*parts, *dtypes, *self.modifiers, *kept])
 
     def constants(self) -> dict[str, int | bool]:
         """Constant name in CUDA -> value; the kernel checks its shared memory against `kSharedBytes` by static_assert."""
@@ -69,7 +77,8 @@ class Variant:
 
     def __str__(self) -> str:
         constants = " ".join(f"{n}={int(v)}" for n, v in self.constants().items())
-        return f"{self.kernel} {self.dtype} modifiers=({', '.join(self.modifiers)}) {constants}"
+        dtypes = f"{self.dtype} to {self.out_dtype}" if self.out_dtype else self.dtype
+        return f"{self.kernel} {dtypes} modifiers=({', '.join(self.modifiers)}) {constants}"
 
 
 def camel(name: str) -> str:

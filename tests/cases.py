@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from cuflash import problem
-from cuflash.modifiers import ALiBi, BlockMask, Documents, Dropout, KeyLengths, Modifier, Sinks
+from cuflash.modifiers import ALiBi, BlockMask, Documents, Dropout, KeyLengths, Modifier, Scales, Sinks
 from cuflash.problem import canonical
 
 DTYPES = {
@@ -21,6 +21,8 @@ DTYPES = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
+#: of inputs alone, with scales
+NARROW = {"float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Case:
 
     `mask`, `bias`, `blocks` and `sinks` say their axes by letters: "qk" is (seq_q, seq_k), "b11k" (*batch, 1, 1, seq_k);
     those of `blocks` count blocks.  `documents` is a key of `DOCUMENTS`.  `strides` is for q, k, v, dout, mask and bias alike.
+    `scales` of q, k and v, and `out_dtype`, are for 8-bit dtypes; of the letters "h" are the heads that the array has.
     """
 
     name: str
@@ -54,6 +57,8 @@ class Case:
     block_size: tuple[int, int] = (16, 16)
     block_density: float = 0.4
     sinks: str | None = None
+    scales: tuple[str | float | None, str | float | None, str | float | None] = (None, None, None)
+    out_dtype: str = "bfloat16"
     dropout: float | None = None
     dlse: bool = False
     values: str = "normal"
@@ -66,7 +71,9 @@ class Case:
     def make(self, seed: int = 0) -> dict[str, Any]:
         """Arrays q, k, v, dout, dlse (or None) in the case's layout, and `options`: keywords for the call."""
         rng = np.random.default_rng(seed)
-        dtype, head_dim_v = DTYPES[self.dtype], self.head_dim_v or self.head_dim
+        dtype, head_dim_v = (DTYPES | NARROW)[self.dtype], self.head_dim_v or self.head_dim
+        narrow = self.dtype in NARROW
+        stored = DTYPES[self.out_dtype] if narrow else dtype  # of what is not q, k or v
         statistics = np.float64 if self.dtype == "float64" else np.float32
         q, k, v = VALUES[self.values](
             rng,
@@ -76,7 +83,7 @@ class Case:
         )
         dout = rng.standard_normal((*self.batch, self.heads_q, self.seq_q, head_dim_v))
         arrays = {
-            name: self.place(canonical(x, self.layout).astype(dtype, order="C"))
+            name: self.place(canonical(x, self.layout).astype(stored if name == "dout" else dtype, order="C"))
             for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()
         }
         dlse = rng.standard_normal((*self.batch, self.heads_q, self.seq_q)).astype(statistics) if self.dlse else None
@@ -109,10 +116,12 @@ class Case:
             "window": self.window,
             "softcap": self.softcap,
             "mask": self.mask and self.place(rng.random(self.axes(self.mask)) < self.mask_density),
-            "bias": self.bias and self.place(rng.standard_normal(self.axes(self.bias)).astype(dtype)),
+            "bias": self.bias and self.place(rng.standard_normal(self.axes(self.bias)).astype(stored)),
             "modifiers": tuple(modifiers),
             "layout": self.layout,
         }
+        if narrow:
+            options["scales"] = self.make_scales(rng)
         return {**arrays, "dlse": dlse, "options": options}
 
     def call(self, seed: int = 0) -> tuple[problem.Call, np.ndarray, np.ndarray | None]:
@@ -120,6 +129,19 @@ class Case:
         made = self.make(seed)
         call = problem.describe(made["q"], made["k"], made["v"], **made["options"])
         return call, canonical(made["dout"], self.layout), made["dlse"]
+
+    def make_scales(self, rng: np.random.Generator) -> Scales:
+        """Scales about 1 of the heads, numbers as they are."""
+        logit_scale, value_scale, arrays = 1.0, 1.0, {}
+        for name, given in zip("qkv", self.scales, strict=True):
+            if isinstance(given, str):
+                axes = replace(self, heads_q=self.heads_q if name == "q" else self.heads_k).axes(given)
+                arrays[f"{name}_scale"] = rng.uniform(0.5, 1.5, axes).astype(np.float32)
+            elif given is not None and name == "v":
+                value_scale = given
+            elif given is not None:
+                logit_scale *= given
+        return Scales(self.out_dtype, value_scale, logit_scale, **arrays)
 
     def axes(self, letters: str) -> tuple[int, ...]:
         sizes = {"h": (self.heads_q,), "q": (self.seq_q,), "k": (self.seq_k,), "b": self.batch, "1": (1,)}

@@ -165,6 +165,11 @@ def entries() -> Iterator[Entry]:
         yield replace(hopper("bfloat16", sizes, "packed-causal"), deterministic=True)
     for dtype, size, option in (("bfloat16", 64, "packed-everything"), ("float16", 128, "packed-causal")):
         yield hopper(dtype, (size, size), option)
+    for size, option in (
+        *((64, "window"), (64, "everything"), (128, "ranges"), (128, "alibi"), (128, "everything")),
+        *((192, "ranges"), (256, "ranges"), (256, "ranges-alibi"), (256, "everything")),
+    ):
+        yield hopper("float8_e4m3fn", (size, size), option)
     yield from split_entries()
 
 

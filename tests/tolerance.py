@@ -17,6 +17,7 @@ rounding of each stored intermediate, these added as random errors are, by squar
 import numpy as np
 
 from cuflash import reference
+from cuflash.arrays import named_dtype
 from cuflash.gradients import score_operands
 from cuflash.modifiers import Tile
 from cuflash.modifiers.base import sum_to
@@ -24,6 +25,7 @@ from cuflash.problem import for_twins
 from cuflash.reference import sum_groups
 
 FEW = 4  # units in the last place of the accumulator
+SCALES = ("q_scale", "k_scale", "v_scale")
 TENSOR_CORE_TERMS = 16  # after so many terms of a sum of 16-bit products tensor cores truncate what they have
 
 
@@ -124,8 +126,8 @@ class Expectation:
 
 def plain_attention(call, dout=None, dlse=None):
     """out, lse and, with `dout`, the gradients by name, of dense attention that rounds what it would store."""
-    call = for_twins(call)
     problem, dtype = call.problem, call.q.dtype
+    call, out_dtype = for_twins(call), named_dtype(problem.out_dtype)
     accumulator = np.dtype(problem.accumulator)
 
     def stored(x):
@@ -152,7 +154,7 @@ def plain_attention(call, dout=None, dlse=None):
         lse = np.where(total == 0, -np.inf, m + np.log(np.where(total == 0, 1, total)))
         p = e / np.where(total == 0, 1, total)
         factors = np.asarray(reference.weight_factors(tile), accumulator)
-        result = {"out": (stored(p * factors) @ v).astype(dtype), "lse": lse[..., 0].astype(accumulator)}
+        result = {"out": (stored(p * factors) @ v).astype(out_dtype), "lse": lse[..., 0].astype(accumulator)}
         if dout is None:
             return result
         g = np.where(np.isneginf(lse), 0, dout.astype(accumulator))
@@ -228,6 +230,8 @@ def floors(call, dout=None, dlse=None):
     """What is allowed on top of plain attention's error, by result; one number per matrix."""
     problem = call.problem
     scale, unit, half = abs(problem.scale), epsilon(np.dtype(problem.accumulator)), epsilon(call.q.dtype) / 2
+    truncations = problem.head_dim / TENSOR_CORE_TERMS if call.q.dtype.itemsize == 2 else 0
+    call = for_twins(call)
     with np.errstate(all="ignore"):
         seen = reference.visible(call)
         heads_seen = seen.any(axis=-2)[..., None]
@@ -238,11 +242,12 @@ def floors(call, dout=None, dlse=None):
         dropped = p * factors
         # A score is known to the unit of its largest term, and an error of the score is a relative error of its weight.
         s = scale * matrix_max(np.where(seen, abs(q) @ transpose(abs(k)), 0))
-        for operand in call.operands.values():
+        for name, operand in call.operands.items():
+            if name in SCALES:  # they are in the elements
+                continue
             if operand.dtype != bool and operand.dtype.kind not in "iu":
                 distance = problem.seq_q + problem.seq_k if operand.shape[-2:] == (1, 1) else 1
                 s = s + distance * np.broadcast_to(matrix_max(abs(numbers(operand))), s.shape)
-        truncations = problem.head_dim / TENSOR_CORE_TERMS if call.q.dtype.itemsize == 2 else 0
         relative = max(FEW, truncations) * unit * (1 + s)
         most = factors.max(initial=0)
         result = {"out": relative * most * matrix_max(abs(v)) + half * rms_max(dropped**2 @ v**2), "lse": relative}

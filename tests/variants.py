@@ -1,7 +1,7 @@
 """Calls as users make them, and the kernels that each asks for: planned without arrays' values and without a device."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,12 +19,13 @@ from cuflash.modifiers import (
     MaskModifier,
     Modifier,
     Packed,
+    Scales,
     ScoreModifier,
     Sinks,
 )
 from cuflash.problem import canonical, describe
 from cuflash.variant import Variant
-from tests.cases import DTYPES
+from tests.cases import DTYPES, NARROW
 
 ARCHS = (75, 80, 86, 89, 90, 100, 120)
 HEAD_SIZES = (
@@ -61,22 +62,27 @@ class Entry:
 
     def variants(self) -> Iterator[Variant]:
         """The kernels of its forward and backward."""
-        keywords = options(self.options, DTYPES[self.dtype], self.seq_q, self.seq_k)
+        dtype = (DTYPES | NARROW)[self.dtype]
+        narrow = self.dtype in NARROW
+        keywords = options(self.options, DTYPES["bfloat16"] if narrow else dtype, self.seq_q, self.seq_k)
+        if narrow:
+            keywords["scales"] = Scales()
         if "packed" in keywords:
             keywords["layout"] = "bshd"
+        given = (self.dtype, self.dtype, self.dtype, "bfloat16" if narrow else self.dtype)
         q, k, v, out = (
-            self.place((n, HEADS, d) if "packed" in keywords else (1, HEADS, n, d))
-            for n, d in (
-                (self.seq_q, self.head_dim),
-                (self.seq_k, self.head_dim),
-                (self.seq_k, self.head_dim_v),
-                (self.seq_q, self.head_dim_v),
+            replace(self, dtype=dtype_of).place((n, HEADS, d) if "packed" in keywords else (1, HEADS, n, d))
+            for dtype_of, n, d in zip(
+                given,
+                (self.seq_q, self.seq_k, self.seq_k, self.seq_q),
+                (self.head_dim, self.head_dim, self.head_dim_v, self.head_dim_v),
+                strict=True,
             )
         )
         call = describe(q, k, v, precision=self.precision, **keywords)
         q, k, v, out = call.q, call.k, call.v, canonical(out, call.problem.layout)
         problem, device = call.problem, described_device(self.arch)
-        requested = self.backend or ("mma" if DTYPES[self.dtype].itemsize == 2 else "simt")
+        requested = self.backend or ("mma" if dtype.itemsize <= 2 else "simt")
         lse = np.zeros(problem.lse_shape, problem.accumulator)
         terms = gradient_terms(problem, call.operands)
         sums = {f"d{name}": np.zeros(shape, problem.accumulator) for name, shape in terms.items()}
@@ -86,7 +92,7 @@ class Entry:
         backward = plan.backward_arrays(call, out=out, lse=lse, dout=out, dq=q, dk=k, dv=v, **sums)
         forward, backward = (plan.places_of(problem, arrays) for arrays in (forward, backward))
         steps = plan.plan_forward(problem, device, forward, requested).steps
-        if self.statistics:
+        if self.statistics or narrow:
             yield from (step.variant for step in steps)
             return
         try:
@@ -101,7 +107,7 @@ class Entry:
 
     def place(self, shape: tuple[int, ...]) -> np.ndarray:
         """Array whose rows can or cannot be moved in 16-byte pieces."""
-        dtype = DTYPES[self.dtype]
+        dtype = (DTYPES | NARROW)[self.dtype]
         if not self.aligned:
             return np.zeros((*shape[:-1], shape[-1] + 1), dtype)[..., 1:]
         piece = 16 // dtype.itemsize

@@ -1,4 +1,4 @@
-// Forward on Hopper's tensor cores by wgmma (sm_90a, float16 and bfloat16).
+// Forward on Hopper's tensor cores by wgmma (sm_90a, float16 and bfloat16; 8-bit inputs with 16-bit outputs).
 //
 // Job: blocks stay on their multiprocessor and work through tiles of queries.  Warpgroup 0 produces: one thread has the tensor
 // memory accelerator load queries, keys and values ahead of use, and in packs another one looks for the tile that comes next.
@@ -14,17 +14,24 @@
 #include "hw/gemm_mma.cuh"
 #include "hw/gemm_wgmma.cuh"
 #include "attention/epilogue.cuh"
+#include "attention/units.cuh"
 
 constexpr int kGroups = Config::kBlockQ / kWarpgroupRows;  // of consumers
 constexpr int kGroupBarrier = 1, kAllBarrier = kGroupBarrier + kGroups;
 
-typedef PanelTile<Config::kBlockQ, Config::kHeadDim> QueryTile;
-typedef PanelTile<Config::kBlockK, Config::kHeadDim> KeyTile;
-typedef PanelTile<Config::kBlockK, Config::kHeadDimV> ValueTile;
+constexpr int kBytes = sizeof(Element);
+constexpr bool kIsNarrow = kBytes == 1;                     // forward_values.cu has laid out the values
+constexpr int kScoreDepth = Config::kHeadDim * kBytes / 2;  // of the products that make scores
+
+typedef PanelTile<Config::kBlockQ, Config::kHeadDim, kBytes> QueryTile;
+typedef PanelTile<Config::kBlockK, Config::kHeadDim, kBytes> KeyTile;
+template <bool kInSteps> struct Values { typedef PanelTile<Config::kBlockK, Config::kHeadDimV> Tile; };
+template <> struct Values<true> { typedef StepTile<Config::kBlockK, Config::kHeadDimV> Tile; };
+typedef Values<kIsNarrow>::Tile ValueTile;
 typedef PanelTile<Config::kBlockQ, Config::kHeadDimV> OutTile;
 
 // A tile of queries, and the rows of the sequence that it belongs to.
-struct Tile : Segment<kPacked> {
+struct Tile : Segment<kPacked>, HeadScales<kHasScales> {
   int row;                  // the first one; below 0 after the last tile
   int head, head_k, batch;  // of the queries; that of the keys; entry, all batch axes merged
   int key_count;
@@ -88,6 +95,7 @@ __device__ __forceinline__ Tile tile_of(const Params& p, int index) {
   place.set_head(p, tile.head);
   place.set_batch(p, tile.batch);
   tile.head_k = place.head_k;
+  tile.read_scales(p, place);
   place.key_count = tile.key_count = Visibility::key_count(p, place);
   const Range seen = keys_seen_by_any(p, place, {tile.row, min(tile.seq_q(p), tile.row + Config::kBlockQ)});
   const int first = seen.begin / Config::kBlockK;
@@ -241,7 +249,16 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
   };
   const auto load_v = [&](const Tile& tile, int block) {
     v_at.wait_empty(shared.values);
-    if (leads) load_keys(shared.v[v_at.slot], p.v_map, v_at.full(shared.values), tile, block);
+    const auto load = [&](const auto& p, auto& to) {
+      if constexpr (kIsNarrow) {
+        const i64 head = i64(tile.batch) * p.heads_k + tile.head_k, step = block * (Config::kBlockK / kStepRows);
+        const auto* steps = static_cast<const unsigned char*>(p.value_steps);
+        load_steps(to, steps + (head * p.step_count + step) * to.kStepBytes, v_at.full(shared.values));
+      } else {
+        load_keys(to, p.v_map, v_at.full(shared.values), tile, block);
+      }
+    };
+    if (leads) load(p, shared.v[v_at.slot]);
     v_at.advance();
   };
   // The block from `block` on towards the first that the queries may see; below the tile's first if there is none.
@@ -348,7 +365,10 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   Cursor<Config::kQueryStages> q_at;
   Cursor<Config::kStages> k_at, v_at;
   float s[ScoreFragment::kSize], o[OutFragment::kSize], alpha[ScoreFragment::kSlots];
-  RegisterOperand<Config::kBlockK / 16> probabilities;
+  float part[OutFragment::kSize];  // of the output, of one block of keys
+  float (&product)[OutFragment::kSize] = Config::kMerged ? part : o;
+  RegisterOperand<Config::kBlockK * kBytes / 32> probabilities;
+  HeldUnits<kHasScales> held_units;  // of the tile whose scores are at hand
 
   // Waits for it; where it stands in `tiles`, -1 after the last.
   const auto next_tile = [&] {
@@ -356,13 +376,23 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     return shared.tiles[place_of(q_at)].row < 0 ? -1 : place_of(q_at);
   };
   const auto issue_scores = [&] {
-    wgmma_rows_rows<Config::kHeadDim, QueryTile, KeyTile>(s, q_operand + q_at.slot * (QueryTile::kBytes >> 4),
-                                                          k_operand + k_at.slot * (KeyTile::kBytes >> 4));
+    wgmma_rows_rows<kScoreDepth, QueryTile, KeyTile>(s, q_operand + q_at.slot * (QueryTile::kBytes >> 4),
+                                                     k_operand + k_at.slot * (KeyTile::kBytes >> 4));
     wgmma_commit_group();
   };
   const auto issue_output = [&] {
-    wgmma_registers_columns(o, probabilities, v_operand + v_at.slot * (ValueTile::kBytes >> 4));
+    [&](auto& c, u64 values) {
+      if constexpr (kIsNarrow)
+        wgmma_registers_steps<Config::kMerged, ValueTile>(c, probabilities, values);
+      else
+        wgmma_registers_columns(c, probabilities, values);
+    }(product, v_operand + v_at.slot * (ValueTile::kBytes >> 4));
     wgmma_commit_group();
+  };
+  // When the product is there.
+  const auto pin_output = [&] {
+    pin(product);
+    if constexpr (Config::kMerged) add(o, part);
   };
   const auto release_queries = [&] {
     if (Config::kSeparateOut ? hands_back : elected) q_at.release(shared.queries);
@@ -393,11 +423,13 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   Block block;
   const auto softmax_step = [&](Softmax& softmax, const Work& work, bool open, bool guesses) {
     bool moved = false, found = false;
+    const auto& units = in_units(p, held_units);
     if (guesses) {
-      found = softmax.guess(s, alpha, moved, p, release_keys, [&] {
+      found = softmax.guess(s, alpha, moved, units, release_keys, [&] {
         clear(s);
-        gemm_rows_rows<Config::kHeadDim, ScoreFragment, Element, 1>(s, shared.q[q_at.slot], warp_row(),
-                                                                    shared.k[k_at.slot], recomputed(0));
+        auto&& queries = in_pairs(shared.q[q_at.slot]);
+        auto&& keys = in_pairs(shared.k[k_at.slot]);
+        gemm_rows_rows<kScoreDepth, ScoreFragment, Element, 1>(s, queries, warp_row(), keys, recomputed(0));
         __syncwarp();  // all lanes have read
       });
     } else {
@@ -407,12 +439,12 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     if (found && !moved) return false;
     if (!found) {
       ScoreSlopes<ScoreFragment> slopes;
-      scores_of<false>(s, slopes, s_at, p, work.place, {work.row, block.number * Config::kBlockK}, open);
+      scores_of<false>(s, slopes, s_at, p, work.place, {work.row, block.number * Config::kBlockK}, open, units.scale);
       bool subtracted = false;
-      moved = softmax.rebase(s, alpha, subtracted, p);
-      softmax.exponentiate(s, subtracted, p);
+      moved = softmax.rebase(s, alpha, subtracted, units);
+      softmax.exponentiate(s, subtracted, units);
     }
-    if constexpr (kGuesses) trusted = softmax.may_guess(p);
+    if constexpr (kGuesses) trusted = softmax.may_guess(units);
     return moved;
   };
   // Nobody may hand back before all have seen that it is there: who comes late, without a product to hold the others, would
@@ -447,21 +479,23 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   };
   const auto store = [&](Softmax& softmax, int tile) {
     const Tile& done = shared.tiles[tile];
+    const auto held = units_of<kHasScales>(p, done);
+    const auto& units = in_units(p, held);
     softmax.finish();
     if constexpr (kHasSinks) {
       Place place;
       place.take_rows(done);
       place.head = done.head;
       place.set_batch(p, done.batch);
-      softmax.join_sink(p, place);
+      softmax.join_sink(p, place, units);
     }
     OutTile& out = shared.out();
     if (Config::kSeparateOut) {
       if (elected) cp_async_bulk_wait_group_read<0>();
       bar_sync(kGroupBarrier + group, kWarpgroupThreads);
     }
-    const float inverse[] = {softmax.inverse(0), softmax.inverse(1)};
-    store_accumulator<Element, OutFragment::kSize>(out, warp_row(), [&](int i) {
+    const float inverse[] = {softmax.inverse(0) * value_scale(done), softmax.inverse(1) * value_scale(done)};
+    store_accumulator<OutElement, OutFragment::kSize>(out, warp_row(), [&](int i) {
       const float factor = inverse[OutFragment::slot(i)];
       return factor == 0.f ? 0.f : o[i] * factor;  // by selection: an accumulator that no key entered may hold NaN
     });
@@ -481,12 +515,13 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     place.head = done.head;
     place.set_batch(p, done.batch);
     store_lse(softmax, ScoreFragment(warp_row(), 0, recomputed(threadIdx.x)), p, place,
-              {done.row, min(place.seq_q(p), done.row + Config::kBlockQ)});
+              {done.row, min(place.seq_q(p), done.row + Config::kBlockQ)}, units);
   };
 
   int tile = next_tile();           // the grid is no larger than the number of tiles
   if (kPacked && tile < 0) return;  // but they may all be empty
   Work work(p, shared.tiles[tile], group);
+  held_units = units_of<kHasScales>(p, shared.tiles[tile]);
   Softmax softmax;
   await_first(work);
   wgmma_fence();
@@ -515,7 +550,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       pin(s);
       const bool moved = softmax_step(softmax, work, open, guesses);
       wgmma_wait_group<0>();
-      pin(o);
+      pin_output();
       pin(probabilities);
       release_values();
       probabilities.pack<Element>(s);
@@ -532,6 +567,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       tile = next_tile();
       if (tile >= 0) {
         work = Work(p, shared.tiles[tile], group);
+        held_units = units_of<kHasScales>(p, shared.tiles[tile]);
         await_first(work);
       }
       pin(probabilities);
@@ -544,7 +580,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       pin(s);
       if (tile >= 0) first_step(softmax, work);
       wgmma_wait_group<0>();
-      pin(o);
+      pin_output();
       pin(probabilities);
       release_values();
       store(done, done_tile);
@@ -556,7 +592,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       wgmma_fence();
       issue_output();
       wgmma_wait_group<0>();
-      pin(o);
+      pin_output();
       pin(probabilities);
       release_values();
       store(done, done_tile);
@@ -564,6 +600,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       tile = next_tile();
       if (tile < 0) break;
       work = Work(p, shared.tiles[tile], group);
+      held_units = units_of<kHasScales>(p, shared.tiles[tile]);
       await_first(work);
       wgmma_fence();
       issue_scores();
@@ -586,7 +623,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     fence_mbarrier_init();
     prefetch_tensormap(&p.q_map);
     prefetch_tensormap(&p.k_map);
-    prefetch_tensormap(&p.v_map);
+    [](const auto& p) {
+      if constexpr (!kIsNarrow) prefetch_tensormap(&p.v_map);
+    }(p);
     prefetch_tensormap(&p.out_map);
   }
   __syncthreads();

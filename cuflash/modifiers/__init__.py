@@ -11,6 +11,7 @@ from cuflash.modifiers.lengths import KeyLengths
 from cuflash.modifiers.mask import Mask
 from cuflash.modifiers.packed import Packed
 from cuflash.modifiers.scaled import Scaled
+from cuflash.modifiers.scales import Scales
 from cuflash.modifiers.sinks import Sinks
 from cuflash.modifiers.softcap import Softcap
 from cuflash.modifiers.window import Window
@@ -40,6 +41,7 @@ REGISTRY: dict[str, type[Modifier]] = Registry(
         Packed,
         Sinks,
         Dropout,
+        Scales,
     )
 )
 
@@ -57,6 +59,7 @@ __all__ = [
     "Modifier",
     "Packed",
     "Scaled",
+    "Scales",
     "ScoreModifier",
     "Sinks",
     "Softcap",

@@ -1,7 +1,7 @@
 """What a modifier is: the contract between one feature of the scores, the kernels and the NumPy twin.
 
 A modifier changes scores, hides keys, or joins or follows the softmax.  It is written once, here in Python and as a few
-lines of CUDA, and serves every backend in both directions.  Six kinds exist:
+lines of CUDA, and serves every backend in both directions.  Seven kinds exist:
 
 * ``score``: s -> f(s, q, k); CUDA `apply` and `apply_with_slope`, twin `apply` and `slope`;
 * ``range``: query q sees an interval of keys; CUDA `narrow_keys` and `narrow_queries`, twin `narrow`.  Tiles outside the
@@ -12,7 +12,8 @@ lines of CUDA, and serves every backend in both directions.  Six kinds exist:
 * ``sum``: one more term in the sum of each row, after its last key; CUDA and twin `logit`;
 * ``drop``: weights that become 0 behind the softmax (dropout.py alone; kernels/attention/dropout.cuh), twin
   `weight_factors`;
-* ``place``: says which sequence a tile belongs to (packed.py alone), before anything looks at positions.
+* ``place``: says which sequence a tile belongs to (packed.py alone), before anything looks at positions;
+* ``units``: what elements count (scales.py alone; kernels/attention/units.cuh), twin `dequantised`.
 
 The order of a chain is fixed: scale, softcap, other score modifiers, bias, then everything that hides keys, then the
 sum, then what drops weights.
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from cuflash.problem import Problem
 
 Array = NDArray[Any]
-Kind = Literal["score", "range", "mask", "sum", "drop", "place"]
+Kind = Literal["score", "range", "mask", "sum", "drop", "place", "units"]
 #: axes of an operand behind those of the batch, for heads, queries and keys: label and length, None where it has none
 Axes = tuple[tuple[str, int] | None, tuple[str, int] | None, tuple[str, int] | None]
 

@@ -17,11 +17,13 @@ from cuflash.problem import Problem
 from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.mma import BackwardConvert, is_rich
 from cuflash.tensormap import PANEL_ALIGNMENT, PANEL_COLUMNS, panel_bytes
+from cuflash.variant import ITEMSIZE
 
 if TYPE_CHECKING:
     from cuflash.backends import Device
 
-STEP = 16  # depth of one wgmma
+STEP = 16  # depth of one wgmma; with 8-bit elements, of pairs
+VALUE_STEP = 32  # keys of a step of hw/steps.cuh
 GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
 SMALLEST_QUERIES = 128  # tiles of more are for as many queries at least
@@ -61,6 +63,7 @@ class ForwardWgmma:
     optimistic: bool
     producer_registers: int
     consumer_registers: int
+    merged: bool = False  # what each block of keys adds to the output is summed apart, in full float32
 
     #: blocks stay and take tile after tile, so there are no more of them than the device holds at once
     persistent = True
@@ -92,6 +95,50 @@ class ForwardWgmma:
     def blocks(self, problem: Problem) -> int:
         """Tiles of queries."""
         return query_tiles(problem, self.block_q) * problem.heads_q * problem.batch_size
+
+
+@dataclass(frozen=True)
+class ForwardWgmmaNarrow(ForwardWgmma):
+    """The same for 8-bit inputs: values come in steps, the head size of the scores is padded to a multiple of 32."""
+
+    @property
+    def box_rows(self) -> Mapping[str, int]:
+        """Rows of a copy, by array; values have no map."""
+        return {"q": self.block_q, "k": self.block_k, "out": GROUP_ROWS}
+
+    def shared_bytes(self, itemsize: int) -> int:
+        keys = self.stages * panel_bytes(self.block_k, self.head_dim, itemsize)
+        values = padded(self.stages * self.block_k * self.head_dim_v * itemsize, PANEL_ALIGNMENT)
+        queries = self.query_stages * panel_bytes(self.block_q, self.head_dim, itemsize)
+        out = panel_bytes(self.block_q, self.head_dim_v)
+        channels = channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + channel_bytes(1)
+        told = (2 * self.query_stages + 1) * TILE_BYTES + self.stages * TOLD_BYTES
+        return padded(queries + keys + values + out + channels + told, PANEL_ALIGNMENT)
+
+    def step_count(self, problem: Problem) -> int:
+        """Steps of the values of a head."""
+        return padded(problem.seq_k, self.block_k) // VALUE_STEP
+
+
+@dataclass(frozen=True)
+class ForwardValues:
+    """Constants of forward_values.cu."""
+
+    kernel = "forward_values"
+
+    head_dim_v: int
+    threads: int = 128
+
+    def shared_bytes(self, itemsize: int) -> int:
+        return 0
+
+    def blocks_of(self, steps: int) -> int:
+        """Blocks that lay out so many steps: a thread has four columns of half of one."""
+        return tiles(2 * steps * (self.head_dim_v // 4), self.threads)
+
+    def bytes_of(self, steps: int) -> int:
+        """Memory that so many steps take."""
+        return steps * VALUE_STEP * self.head_dim_v
 
 
 @dataclass(frozen=True)
@@ -201,7 +248,7 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
         if count > MAX_TILES:
             return f"{count} tiles are more than the {MAX_TILES} that its blocks count; split the batch"
         for name in at:
-            if name in tensormap.ARRAYS:
+            if name in tensormap.ARRAYS and not (name == "v" and problem.scales):
                 tensormap.describe(name, problem, at[name], 1)
     except UnsupportedError as error:
         return str(error)
@@ -213,7 +260,7 @@ def weight(problem: Problem) -> int:
 
     The limits in the table are those up to which the compiler's reports show no spill (tests/test_compile_matrix.py).
     """
-    counted = [m for m in problem.modifiers if m.kind not in ("sum", "place")]
+    counted = [m for m in problem.modifiers if m.kind not in ("sum", "place", "units")]
     weights = [len(m.fields) if m.kind == "range" else SCORED for m in counted]
     return sum(weights) + (SCORED if problem.scale <= 0 else 0)
 
@@ -243,32 +290,39 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
 
 def fitting_forwards(problem: Problem, shared_limit: int) -> Iterator[ForwardWgmma]:
     """The tiles of the table that take the head sizes and the keys, leave registers for the modifiers, and fit."""
-    head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
+    narrow = ITEMSIZE[problem.dtype] == 1
+    head_dim, head_dim_v = padded(problem.head_dim, 2 * STEP if narrow else STEP), padded(problem.head_dim_v, STEP)
     wide_out = tiles(head_dim_v, PANEL_COLUMNS) > tiles(head_dim, PANEL_COLUMNS)  # more than the queries' place holds
     # Packed sequences are all taken for short ones, whatever they are (`Problem.longest_q`): long ones lose less by the tiles of
     # short ones than these by theirs.
     keys, modifiers = 0 if problem.is_packed else mean_keys(problem), weight(problem)
     looks = any(m.knows_tiles() for m in problem.modifiers)
-    for tile in tuning.FORWARD_WGMMA:
+    for tile in tuning.FORWARD_WGMMA_E4M3 if narrow else tuning.FORWARD_WGMMA:
         if max(head_dim, head_dim_v) > tile.max_head_dim or keys > tile.max_keys or modifiers > tile.max_weight:
             continue
         groups = tile.block_q // GROUP_ROWS
         producer, consumer = (REGISTERS_TO_LOOK if looks else REGISTERS)[groups]
-        config = ForwardWgmma(
+        config = (ForwardWgmmaNarrow if narrow else ForwardWgmma)(
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             block_q=tile.block_q,
             block_k=tile.block_k,
             stages=tile.stages,
             query_stages=tile.query_stages,
-            separate_out=tile.query_stages > 1 or wide_out,
+            separate_out=tile.query_stages > 1 or wide_out or narrow,
             continuous=tile.continuous,
             optimistic=tile.optimistic,
             producer_registers=producer,
             consumer_registers=consumer,
+            merged=tile.merged,
         )
-        if config.shared_bytes(2) <= shared_limit:
+        if config.shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit:
             yield config
+
+
+def values(problem: Problem) -> ForwardValues:
+    """The kernel that lays out values of 8 bits for the forward."""
+    return ForwardValues(head_dim_v=padded(problem.head_dim_v, STEP))
 
 
 MAX_PAIRED = 128  # head size up to which dK and dV together fit in a warpgroup's registers

@@ -16,6 +16,7 @@ import numpy as np
 from cuflash import abi, source
 from cuflash import plan as planning
 from cuflash.api import statistics_shapes
+from cuflash.arrays import named_dtype
 from cuflash.backends import Device, described_device
 from cuflash.gradients import gradient_terms, gradients_type
 from cuflash.modifiers.base import sum_to
@@ -199,7 +200,7 @@ def run_forward(
     call = guarded_call(call, memory)
     shapes = statistics_shapes(problem)
     asked = {name: memory.output(shapes[name], problem.accumulator, name) for name in names}
-    out = memory.output(problem.out_shape, call.q.dtype, "out", problem.layout, run.place)
+    out = memory.output(problem.out_shape, named_dtype(problem.out_dtype), "out", problem.layout, run.place)
     lse = memory.output(problem.lse_shape, problem.accumulator, "lse") if with_lse else None
     arrays = planning.forward_arrays(call, out, lse, **asked)
     places = planning.places_of(problem, arrays)
@@ -208,6 +209,7 @@ def run_forward(
     counter = memory.like(np.zeros(2, np.uint32), "tile_counter")[0]
     if "tile_counter" in plan.offsets and seed % 2:  # tiles are given out, else shared out beforehand
         arrays["tile_counter"] = counter
+    arrays |= {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}
     execute(plan, arrays, run, call)
     memory.check()
     if run.watch is not None:

@@ -88,7 +88,9 @@ HINTS = re.compile(
 MEMORY = re.compile(r"(ld|st)\.(global|shared)(?:\.v([24]))?\.(\w+)")
 ATOMIC = re.compile(r"(red|atom)\.(global|shared)\.(\w+)(?:\.v([24]))?(?:\.noftz)?\.(\w+)")
 COMPARISON = re.compile(r"setp\.(\w+)\.(\w+)")
-WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.\2")
+WGMMA = re.compile(
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(k16\.f32\.(?:bf16|f16)|k32\.f32\.e4m3)\.(bf16|f16|e4m3)"
+)
 
 
 def function_name(opcode: str) -> str:
@@ -104,8 +106,8 @@ def function_name(opcode: str) -> str:
         opcode = re.sub(r"\.L2::\d+B", "", opcode)
     if m := COMPARISON.fullmatch(opcode):
         return f"setp_{m[1]}<emu::ptx::{m[2]}>"
-    if m := WGMMA.fullmatch(opcode):
-        return f"wgmma<{m[1]}, {'true' if m[2] == 'f16' else 'false'}>"
+    if (m := WGMMA.fullmatch(opcode)) and m[2].endswith(f".{m[3]}"):
+        return f"wgmma<{m[1]}, emu::{m[3].capitalize()}>"
     return re.sub(r"[.:]+", "_", opcode)
 
 

@@ -34,10 +34,15 @@ __device__ __forceinline__ void store_row_values(const View& to, const Fragment&
     if (r < rows.end) values[r * to.row] = value(slot);
   }
 }
+template <class Softmax, class Fragment, class P>
+__device__ __forceinline__ void store_lse(const Softmax& softmax, const Fragment& f, const Params& p,
+                                          const Place& place, Range rows, const P& units) {
+  store_row_values(p.lse, f, place, rows, [&](int slot) { return softmax.lse(slot, units); });
+}
 template <class Softmax, class Fragment>
 __device__ __forceinline__ void store_lse(const Softmax& softmax, const Fragment& f, const Params& p,
                                           const Place& place, Range rows) {
-  store_row_values(p.lse, f, place, rows, [&](int slot) { return softmax.lse(slot, p); });
+  store_lse(softmax, f, p, place, rows, p);
 }
 // Largest score and entropy, as far as they are asked for; the record has their views only then.
 template <bool kMaximum, bool kEntropy, class Softmax, class Fragment, class Record>

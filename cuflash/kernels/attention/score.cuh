@@ -65,7 +65,7 @@ struct ScoreSlopes : Slopes<Fragment::kSize, Score::kHasSlope>, EnteringScores<F
 // have to be asked about each element.
 template <bool kWithSlope, class Fragment>
 __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlopes<Fragment>& slopes, const Fragment& f,
-                                          const Params& p, const Place& place, Corner corner, bool open) {
+                                          const Params& p, const Place& place, Corner corner, bool open, Real scale) {
   typedef Positions<Fragment> At;
   const bool clear = Visibility::kClearsTiles && open;
   if (!Score::kIdentity || (Visibility::kHasMask && !clear)) {
@@ -76,14 +76,14 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
       const int q = At::q(f, corner, i), k = At::k(f, corner, i);
       const bool seen = clear || (ranges.contains(f, i) && q < place.seq_q(p) && Visibility::visible(p, place, q, k));
       if constexpr (kWithSlope && Score::kHasSlope) slopes.slot(i) = Real(1);
-      if constexpr (kWithSlope && Score::kKeepsScores) slopes.keep(i, seen ? s[i] * p.scale : Real(0));
+      if constexpr (kWithSlope && Score::kKeepsScores) slopes.keep(i, seen ? s[i] * scale : Real(0));
       if (!seen) {
         s[i] = -infinity<Real>();
       } else if constexpr (!Score::kIdentity) {
         if constexpr (kWithSlope && Score::kHasSlope)
-          s[i] = Score::apply_with_slope(p, place, q, k, s[i] * p.scale, slopes.slot(i));
+          s[i] = Score::apply_with_slope(p, place, q, k, s[i] * scale, slopes.slot(i));
         else
-          s[i] = Score::apply(p, place, q, k, s[i] * p.scale);
+          s[i] = Score::apply(p, place, q, k, s[i] * scale);
       }
     }
   } else if (!open) {
@@ -92,4 +92,9 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
     for (int i = 0; i < Fragment::kSize; ++i)
       if (!ranges.contains(f, i)) s[i] = -infinity<Real>();
   }
+}
+template <bool kWithSlope, class Fragment>
+__device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlopes<Fragment>& slopes, const Fragment& f,
+                                          const Params& p, const Place& place, Corner corner, bool open) {
+  scores_of<kWithSlope>(s, slopes, f, p, place, corner, open, p.scale);
 }

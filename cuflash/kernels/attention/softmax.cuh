@@ -3,6 +3,9 @@
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2.  Statistics are kept per row: m the largest score so far,
 // l the sum of exp(s - m); both l and the accumulator change base when m grows.  m starts at a true -inf and no finite
 // stand-in for it exists anywhere: while a row has seen nothing, the shift of that step is 0.
+//
+// What scores are multiplied with to become powers of two comes with the arguments, or where heads have scales of their own
+// with the `Units` of one head (attention/units.cuh).
 #pragma once
 
 // Further numbers per row, where they are asked for: the largest score, which m may lag behind; and the sum of
@@ -21,9 +24,10 @@ struct Joined {
   Real weight, sum;
   Real sink;  // its own part of the sum
 };
-__device__ __forceinline__ Joined joined(Real m, Real l, Real sink, const Params& p) {
+template <class P> __device__ __forceinline__ Joined joined(Real m, Real l, Real sink, const P& p,
+                                                            Real lift = Real(0)) {
   if (m == -infinity<Real>() && sink == -infinity<Real>()) return {sink, Real(0), Real(0), Real(0)};
-  const Real of_keys = m * p.softmax_scale, base = max_of(of_keys, sink);
+  const Real of_keys = m * p.softmax_scale - lift, base = max_of(of_keys, sink);
   const Real weight = m == -infinity<Real>() ? Real(0) : exp2_of(of_keys - base), part = exp2_of(sink - base);
   return {base, weight, l * weight + part, part};
 }
@@ -36,7 +40,9 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
                        KeptSink<Fragment::kSlots, kHasSinks> {
   Real m[Fragment::kSlots];
   Real l[Fragment::kSlots];  // of this thread's columns only, until `finish`
-  static constexpr int kSlack = 6;
+  // Powers of two by which m may lag behind the largest score, and by which probabilities are lifted: 8-bit elements have so
+  // few below 1 that they take as many as they have above, up to 448.
+  static constexpr Real kSlack = Real(sizeof(Element) == 1 ? 3.8 : 6), kLift = Real(sizeof(Element) == 1 ? 5 : 0);
   static constexpr int kReach = 100;
   // (s - m) · scale is right for any scores; s · scale - m · scale takes one instruction less, which 16-bit kernels feel,
   // and is as good until the rounding of m · scale, the same for a whole row, is more than the division by l takes back.
@@ -45,7 +51,7 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
   static constexpr Real kLog2 = Real(0.6931471805599453);
   static constexpr Real kNothing = Real(-2000);  // a power of two that is 0 in every type
 
-  static __device__ __forceinline__ bool is_far(Real score, const Params& p) {
+  template <class P> static __device__ __forceinline__ bool is_far(Real score, const P& p) {
     return !kSubtracts & (fabs(score * p.softmax_scale) > kFar);
   }
 
@@ -60,8 +66,8 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
   }
 
   // One block of keys: scores -> probabilities relative to m, accumulator brought to the new base.
-  template <class Accumulator, int kSize>
-  __device__ __forceinline__ void step(Real (&s)[Fragment::kSize], Real (&o)[kSize], const Params& p) {
+  template <class Accumulator, int kSize, class P>
+  __device__ __forceinline__ void step(Real (&s)[Fragment::kSize], Real (&o)[kSize], const P& p) {
     Real alpha[Fragment::kSlots];
     bool subtracted = false;
     if (rebase(s, alpha, subtracted, p)) rescale<Accumulator>(o, alpha);
@@ -73,9 +79,11 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
   // It follows lazily: while no row outgrows its m by more than 2^kSlack, nothing changes base.  Probabilities then reach
   // at most 2^kSlack, which every element type holds, sums are exact all the same, and the multiplications of the whole
   // accumulator are rarely needed.  What a row pays is the rounding of its largest probability, which at the base of the
-  // maximum is exactly 1: with a slack of 8 peaked rows come out 1.3 times as far off, with 6 1.2 times.  Far scores are `subtracted` from here on: what is left is s - m.
+  // maximum is exactly 1: with a slack of 8 peaked rows come out 1.3 times as far off, with 6 1.2 times.  Far scores are
+  // `subtracted` from here on: what is left is s - m.
+  template <class P>
   __device__ __forceinline__ bool rebase(Real (&s)[Fragment::kSize], Real (&alpha)[Fragment::kSlots], bool& subtracted,
-                                         const Params& p) {
+                                         const P& p) {
     Real largest[Fragment::kSlots];
     find_largest(largest, s);
     bool rare = false;
@@ -99,7 +107,7 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
   }
 
   // Whether `guess` may be tried: every row has seen something, and nothing far.
-  __device__ __forceinline__ bool may_guess(const Params& p) const {
+  template <class P> __device__ __forceinline__ bool may_guess(const P& p) const {
     bool far = false;
 #pragma unroll
     for (int slot = 0; slot < Fragment::kSlots; ++slot) far |= is_far(m[slot], p);
@@ -117,9 +125,9 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
   // computes the scores anew.
   //
   // `settled` is called once, as soon as it is known that the scores will not be needed again.
-  template <class Settled, class Again>
+  template <class P, class Settled, class Again>
   __device__ __forceinline__ bool guess(Real (&s)[Fragment::kSize], Real (&alpha)[Fragment::kSlots], bool& moved,
-                                        const Params& p, Settled settled, Again again) {
+                                        const P& p, Settled settled, Again again) {
     const OnlineSoftmax before = *this;
     exponentiate(s, false, p);
     const auto sums_pass = [&](Real limit) {
@@ -128,17 +136,17 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
       for (int slot = 0; slot < Fragment::kSlots; ++slot) passed |= !(l[slot] - before.l[slot] <= limit);
       return Fragment::any(passed);
     };
-    const bool rare = sums_pass(exp2_of(Real(kSlack)));
+    const bool rare = sums_pass(exp2_of(kSlack + kLift));
     if (!rare) {
       settled();
       return true;
     }
-    const bool beyond = sums_pass(exp2_of(Real(kReach)));
+    const bool beyond = sums_pass(exp2_of(kReach + kLift));
     if (beyond) {
       *this = before;
       again();
     } else {
-      follow(s, alpha, p);
+      follow(s, before, alpha, p);
       moved = true;
     }
     settled();
@@ -146,13 +154,14 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
   }
 
   // The second half: scores -> probabilities, and their sums.
-  __device__ __forceinline__ void exponentiate(Real (&s)[Fragment::kSize], bool subtracted, const Params& p) {
+  template <class P>
+  __device__ __forceinline__ void exponentiate(Real (&s)[Fragment::kSize], bool subtracted, const P& p) {
     Real shift[Fragment::kSlots];
 #pragma unroll
     for (int slot = 0; slot < Fragment::kSlots; ++slot)
-      shift[slot] = m[slot] == -infinity<Real>() || subtracted ? Real(0)
+      shift[slot] = m[slot] == -infinity<Real>() || subtracted ? Real(0) - kLift
                     : kSubtracts                               ? m[slot]
-                                                               : m[slot] * p.softmax_scale;
+                                                               : m[slot] * p.softmax_scale - kLift;
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) {
       const Real base = shift[Fragment::slot(i)];
@@ -182,14 +191,15 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
     }
   }
   // After `finish`, for the rows of a place: their sink, if they have one, joins l, which is relative to `base` from here on.
-  __device__ __forceinline__ void join_sink(const Params& p, const Place& place) {
+  __device__ __forceinline__ void join_sink(const Params& p, const Place& place) { join_sink(p, place, p); }
+  template <class P> __device__ __forceinline__ void join_sink(const Params& p, const Place& place, const P& units) {
     if constexpr (kHasSinks) {
       const Real sink = sink_of(p, place);
 #pragma unroll
       for (int slot = 0; slot < Fragment::kSlots; ++slot) {
-        const Joined row = joined(m[slot], l[slot], sink, p);
+        const Joined row = joined(m[slot], l[slot], sink, units, kLift);
         if constexpr (kEntropy) {
-          const Real moved = fma_of(m[slot] * p.softmax_scale - row.base, l[slot], this->moment[slot]);
+          const Real moved = fma_of(m[slot] * units.softmax_scale - row.base, l[slot], this->moment[slot]);
           this->moment[slot] = row.weight == Real(0) ? Real(0) : row.weight * moved;
           if (row.sink != Real(0)) this->moment[slot] += row.sink * (sink - row.base);
         }
@@ -204,10 +214,11 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
     if constexpr (kHasSinks) return l[slot] == Real(0) ? Real(0) : this->weight[slot] / l[slot];
     return l[slot] == Real(0) ? Real(0) : Real(1) / l[slot];
   }
-  __device__ __forceinline__ Real lse(int slot, const Params& p) const {
+  template <class P> __device__ __forceinline__ Real lse(int slot, const P& p) const {
     if constexpr (kHasSinks)
       return l[slot] == Real(0) ? -infinity<Real>() : fma_of(this->base[slot], kLog2, log_of(l[slot]));
-    return l[slot] == Real(0) ? -infinity<Real>() : fma_of(m[slot], p.softmax_scale * kLog2, log_of(l[slot]));
+    const Real log_sum = log_of(l[slot]) - kLift * kLog2;
+    return l[slot] == Real(0) ? -infinity<Real>() : fma_of(m[slot], p.softmax_scale * kLog2, log_sum);
   }
   // Of a row that saw nothing -inf, and of one whose lse is NaN NaN, which `max_of` drops.
   __device__ __forceinline__ Real maximum(int slot, const Params& p) const {
@@ -229,14 +240,23 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
     for (int i = 0; i < Fragment::kSize; ++i) largest[Fragment::slot(i)] = max_of(largest[Fragment::slot(i)], s[i]);
   }
   // Whether a row's probabilities relative to m pass 2^kSlack.
-  __device__ __forceinline__ bool outgrown(const Real (&largest)[Fragment::kSlots], int slot, const Params& p) const {
+  template <class P>
+  __device__ __forceinline__ bool outgrown(const Real (&largest)[Fragment::kSlots], int slot, const P& p) const {
     return (largest[slot] - m[slot]) * p.softmax_scale > kSlack;
   }
-  // m and l to a base in which the largest of these probabilities, relative to m, is 1, and they as well.
-  __device__ __forceinline__ void follow(Real (&s)[Fragment::kSize], Real (&alpha)[Fragment::kSlots], const Params& p) {
+  // m and l to a base in which the largest of these probabilities, relative to m, is 1, and they as well.  Lifted ones have less
+  // room above 1, so that rows of many equal scores would be here in every block: there it is their sums that reach 1.
+  template <class P>
+  __device__ __forceinline__ void follow(Real (&s)[Fragment::kSize], const OnlineSoftmax& before,
+                                         Real (&alpha)[Fragment::kSlots], const P& p) {
     Real largest[Fragment::kSlots] = {};
+    if constexpr (kLift != Real(0)) {
 #pragma unroll
-    for (int i = 0; i < Fragment::kSize; ++i) largest[Fragment::slot(i)] = max_of(largest[Fragment::slot(i)], s[i]);
+      for (int slot = 0; slot < Fragment::kSlots; ++slot) largest[slot] = (l[slot] - before.l[slot]) * exp2_of(-kLift);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Fragment::kSize; ++i) largest[Fragment::slot(i)] = max_of(largest[Fragment::slot(i)], s[i]);
+    }
 #pragma unroll
     for (int slot = 0; slot < Fragment::kSlots; ++slot) {
       const Real powers = log2_of(max_of(Fragment::row_max(largest[slot]), Real(1)));
@@ -246,8 +266,9 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
     }
     rescale<Fragment>(s, alpha);
   }
+  template <class P>
   __device__ __forceinline__ void move_to(const Real (&largest)[Fragment::kSlots], Real (&alpha)[Fragment::kSlots],
-                                          const Params& p) {
+                                          const P& p) {
 #pragma unroll
     for (int slot = 0; slot < Fragment::kSlots; ++slot) {
       alpha[slot] = largest[slot] == -infinity<Real>() ? Real(1) : exp2_of((m[slot] - largest[slot]) * p.softmax_scale);

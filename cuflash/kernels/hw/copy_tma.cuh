@@ -1,31 +1,48 @@
 // Tiles that the tensor memory accelerator fills and wgmma reads, and the channels that hand them from warp to warp.
 //
-// A tile is a row of panels, each kRows x 64 elements of 16 bits: rows of 128 bytes whose 16-byte chunks are swizzled by
-// the row modulo 8 (CU_TENSOR_MAP_SWIZZLE_128B).  Columns and rows outside the array arrive as zeros and are not stored.
+// A tile is a row of panels, each kRows x 64 elements of 16 bits or x 128 of 8: rows of 128 bytes whose 16-byte chunks are
+// swizzled by the row modulo 8 (CU_TENSOR_MAP_SWIZZLE_128B).  Columns and rows outside the array arrive as zeros and are not
+// stored.
 #pragma once
 #include "hw/ptx_sm90.cuh"
+#include "hw/steps.cuh"
 
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = 128;
 
 __device__ constexpr int panels_of(int columns) { return (columns + kPanelColumns - 1) / kPanelColumns; }
 
-template <int kTileRows, int kColumns> struct PanelTile {
+template <int kTileRows, int kColumns, int kElementBytes = 2> struct PanelTile {
   static constexpr int kRows = kTileRows;
-  static constexpr int kPanels = panels_of(kColumns);
+  static constexpr int kWidth = kPanelRowBytes / kElementBytes;  // columns of a panel
+  static constexpr int kPanels = (kColumns + kWidth - 1) / kWidth;
   static constexpr u32 kPanelBytes = kRows * kPanelRowBytes;
   static constexpr u32 kBytes = kPanels * kPanelBytes;
   alignas(1024) unsigned char data[kBytes];
 
   __device__ __forceinline__ u32 address() const { return shared_address(data); }
-  // Of the 16-byte chunk that holds a column, a multiple of 8.
+  // Of the 16-byte chunk that begins with a column.
   static __device__ __forceinline__ u32 offset(int row, int column) {
-    const int panel = column / kPanelColumns, place = column % kPanelColumns / 8;
+    const int panel = column / kWidth, place = column % kWidth / (16 / kElementBytes);
     return panel * kPanelBytes + row * kPanelRowBytes + ((place ^ (row & 7)) << 4);
   }
   __device__ __forceinline__ void* at(int row, int column) { return data + offset(row, column); }
   __device__ __forceinline__ u32 chunk(int row, int column) const { return address() + offset(row, column); }
 };
+
+// The same tile in columns of 16 bits: pairs of smaller elements.
+template <class Tile> struct Pairs {
+  Tile& tile;
+  __device__ __forceinline__ void* at(int row, int column) const { return tile.at(row, 2 * column); }
+};
+template <int kRows, int kColumns>
+__device__ __forceinline__ Pairs<PanelTile<kRows, kColumns, 1>> in_pairs(PanelTile<kRows, kColumns, 1>& tile) {
+  return {tile};
+}
+template <int kRows, int kColumns>
+__device__ __forceinline__ PanelTile<kRows, kColumns, 2>& in_pairs(PanelTile<kRows, kColumns, 2>& tile) {
+  return tile;
+}
 
 // Loads a whole tile, whose bytes were announced on `barrier`; `at` is its corner in the array.
 template <class Tile>
@@ -34,7 +51,7 @@ __device__ __forceinline__ void copy_panels(Tile& to, const TensorMap& map, u32 
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     cp_async_bulk_tensor_load(to.address() + panel * Tile::kPanelBytes, &map, barrier, at, policy);
-    at.column += kPanelColumns;
+    at.column += Tile::kWidth;
   }
 }
 // The same where the tile is all that the barrier waits for.
@@ -50,7 +67,7 @@ __device__ __forceinline__ void store_panels(Tile& from, int row, const TensorMa
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     cp_async_bulk_tensor_store(&map, from.address() + panel * Tile::kPanelBytes + row * kPanelRowBytes, at);
-    at.column += kPanelColumns;
+    at.column += Tile::kWidth;
   }
 }
 // Rows of a tile that lie outside `valid` become zeros, written by kThreads threads; the caller fences and synchronises.
@@ -63,6 +80,32 @@ __device__ __forceinline__ void clear_rows_outside(Tile& tile, Rows valid, int t
     if (row >= valid.begin && row < valid.end) continue;
     const int panel = index % kChunks / 8, chunk = index % 8;
     st_shared_v4(tile.address() + panel * Tile::kPanelBytes + row * kPanelRowBytes + chunk * 16, 0, 0, 0, 0);
+  }
+}
+
+// ---- tiles of steps ---------------------------------------------------------------------------------------------------
+// Loads a whole tile from where it lies contiguously; it is all that the barrier waits for.
+template <int kDepth, int kColumns>
+__device__ __forceinline__ void load_steps(StepTile<kDepth, kColumns>& to, const void* from, u32 barrier) {
+  mbarrier_arrive_expect_tx(barrier, to.kBytes);
+  cp_async_bulk_load(to.address(), from, to.kBytes, barrier);
+}
+// Rows of a tile that lie outside `valid` become zeros, written by kThreads threads; the caller fences and synchronises.
+template <int kThreads, int kDepth, int kColumns, class Rows>
+__device__ __forceinline__ void clear_rows_outside(StepTile<kDepth, kColumns>& tile, Rows valid, int thread) {
+#pragma unroll 1
+  for (int index = thread; index < kDepth / kHalfRows * kColumns; index += kThreads) {
+    const int first = index / kColumns * kHalfRows;
+    if (first >= valid.begin && first + kHalfRows <= valid.end) continue;
+    uint4* const at = reinterpret_cast<uint4*>(tile.data + index * kHalfRows);
+    u32 kept[4] = {};
+#pragma unroll
+    for (int byte = 0; byte < kHalfRows; ++byte) {
+      const int row = first + row_of_byte(byte);
+      if (row < valid.end && row >= valid.begin) kept[byte / 4] |= 0xffu << byte % 4 * 8;
+    }
+    const uint4 x = *at;
+    st_shared_v4(tile.address() + index * kHalfRows, x.x & kept[0], x.y & kept[1], x.z & kept[2], x.w & kept[3]);
   }
 }
 

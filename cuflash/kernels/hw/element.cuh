@@ -13,6 +13,7 @@ __device__ constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * powe
 
 struct Half { u16 bits; };      // IEEE binary16
 struct Bfloat16 { u16 bits; };  // the upper half of a binary32
+struct E4m3 { u8 bits; };       // OCP's 8-bit float without infinities: 4 bits of exponent, 3 of fraction
 
 // ---- elements to the type of computation ---------------------------------------------------------------------------
 __device__ __forceinline__ float to_real(Half x) {
@@ -75,6 +76,20 @@ template <> __device__ __forceinline__ u32 packed<Bfloat16>(float low, float hig
   return u32(Rounded<Bfloat16>::of(low).bits) | u32(Rounded<Bfloat16>::of(high).bits) << 16;
 #endif
 }
+
+#if __CUDA_ARCH__ >= 890
+// Four rounded elements in one register, the first in its lowest byte; what is beyond 448, the largest one, becomes that.
+__device__ __forceinline__ u32 packed_e4m3(float a, float b, float c, float d) {
+  u32 four;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(four)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return four;
+}
+#endif
 
 // ---- functions -----------------------------------------------------------------------------------------------------
 template <class Real> __device__ __forceinline__ Real infinity();

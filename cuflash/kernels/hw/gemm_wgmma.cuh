@@ -2,7 +2,8 @@
 //
 // Operands lie in panels (hw/copy_tma.cuh); A may also lie in registers, where the accumulator map of two neighbouring 64 x 8
 // blocks is the A map of one 16-wide step, so that an accumulator becomes an operand in place.  Warp w of the group holds rows
-// 16w .. 16w + 15, within which the map is that of mma.m16n8 (hw/fragment.cuh).
+// 16w .. 16w + 15, within which the map is that of mma.m16n8 (hw/fragment.cuh).  A step is 32 bytes wide: of 8-bit elements
+// two lie where one of 16 bits would, and depths count such pairs.
 // Invariants: between a product's issue and its wait nobody may touch the registers it uses; `pin` keeps the compiler from
 // moving accesses across those points.
 // Source: PTX ISA, "Asynchronous warpgroup level matrix instructions", "Shared memory matrix descriptor".
@@ -25,6 +26,12 @@ constexpr int kStepDepth = 16;  // of one instruction's contraction
 template <class Tile> __device__ __forceinline__ u64 operand(const Tile& tile, int row = 0) {
   return descriptor(tile.address() + row * kPanelRowBytes, Tile::kPanelBytes);
 }
+// The same of a tile of steps, which is not swizzled: halves of a step, then eight of its columns, lie so far apart.
+template <int kDepth, int kColumns> __device__ __forceinline__ u64 operand(const StepTile<kDepth, kColumns>& tile) {
+  typedef StepTile<kDepth, kColumns> Tile;
+  return u64((tile.address() & 0x3ffff) >> 4) | u64(Tile::kHalfBytes >> 4) << 16 |
+         u64(8 * Tile::kColumnBytes >> 4) << 32;
+}
 // Distance in descriptor units to a step of the contraction along the rows ...
 template <class Tile> __device__ constexpr u64 along_rows(int step) {
   constexpr int kSteps = kPanelColumns / kStepDepth;
@@ -38,16 +45,31 @@ template <int kSize> __device__ __forceinline__ void pin(float (&x)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
+template <int kSize> __device__ __forceinline__ void add(float (&to)[kSize], const float (&x)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) to[i] += x[i];
+}
 // A of every step of a contraction, packed from an accumulator.
 template <int kSteps> struct RegisterOperand {
   u32 step[kSteps][4];
 
   template <class Element, int kSize> __device__ __forceinline__ void pack(const float (&x)[kSize]) {
-    static_assert(kSize == 8 * kSteps, "an accumulator of 16 columns per step");
+    static_assert(kSize * sizeof(Element) == 16 * kSteps, "an accumulator of 32 bytes of columns per step");
+    if constexpr (sizeof(Element) == 1) {
+      // Columns of two blocks in the order of hw/steps.cuh.
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i)
+      for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) step[i][j] = packed<Element>(x[8 * i + 2 * j], x[8 * i + 2 * j + 1]);
+        for (int j = 0; j < 4; ++j) {
+          const float* c = x + 16 * i + j / 2 * 8 + j % 2 * 2;
+          step[i][j] = packed_e4m3(c[0], c[1], c[4], c[5]);
+        }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) step[i][j] = packed<Element>(x[8 * i + 2 * j], x[8 * i + 2 * j + 1]);
+    }
   }
 };
 template <int kSteps> __device__ __forceinline__ void pin(RegisterOperand<kSteps>& x) {
@@ -74,6 +96,13 @@ template <int kSteps, int kSize>
 __device__ __forceinline__ void wgmma_registers_columns(float (&c)[kSize], const RegisterOperand<kSteps>& a, u64 b) {
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) Wgmma<2 * kSize>::template multiply<1>(c, a.step[i], b + down_columns(i), 1);
+}
+// A in registers, B a tile of steps: c += A B, or where kFresh c = A B.
+template <bool kFresh, class Tile, int kSteps, int kSize>
+__device__ __forceinline__ void wgmma_registers_steps(float (&c)[kSize], const RegisterOperand<kSteps>& a, u64 b) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+    Wgmma<2 * kSize>::template multiply<0>(c, a.step[i], b + i * (Tile::kStepBytes >> 4), !kFresh || i != 0);
 }
 // Both operands with the contraction down their columns: c = Aᵀ B.
 template <int kDepth, int kSize> __device__ __forceinline__ void wgmma_columns_columns(float (&c)[kSize], u64 a,

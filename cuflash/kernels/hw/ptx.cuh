@@ -73,6 +73,20 @@ template <> __device__ __forceinline__ void mma_m16n8k16<Bfloat16>(float* c, con
 }
 #endif
 
+// ---- mma.m16n8k32: 8-bit elements fill the registers of a k16 step of 16-bit ones -----------------------------------------
+#if __CUDA_ARCH__ >= 890
+__device__ __forceinline__ void mma_m16n8k32_e4m3(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <> __device__ __forceinline__ void mma_m16n8k16<E4m3>(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
+  mma_m16n8k32_e4m3(c, a, b0, b1);
+}
+#endif
+
 // ---- cp.async: 16 bytes from global to shared memory, the last ones zero-filled ----------------------------------------
 #if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ void cp_async_16(u32 to, const void* from, int bytes) {

@@ -50,6 +50,13 @@ struct dim3 : emu::Dim3 {
 #define gridDim (emu::grid_size)
 constexpr int warpSize = 32;
 
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const unsigned long long bytes = (unsigned long long)y << 32 | x;
+  unsigned z = 0;
+  for (int i = 0; i < 4; ++i) z |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+  return z;
+}
+
 // ---- synchronisation ------------------------------------------------------------------------------------------------
 inline void __syncthreads() { emu::block_barrier(); }
 inline int __syncthreads_count(int predicate) { return int(emu::block_barrier_count(predicate != 0)); }

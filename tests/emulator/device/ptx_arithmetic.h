@@ -10,6 +10,9 @@ namespace emu::ptx {
 // ---- conversions: the first source of a packed pair is the high half ------------------------------------------------
 inline void cvt_rn_bf16x2_f32(u32& d, float high, float low) { d = u32(Bf16::round(high)) << 16 | Bf16::round(low); }
 inline void cvt_rn_f16x2_f32(u32& d, float high, float low) { d = u32(F16::round(high)) << 16 | F16::round(low); }
+inline void cvt_rn_satfinite_e4m3x2_f32(u16& d, float high, float low) {
+  d = u16(E4m3::round(high) << 8 | E4m3::round(low));
+}
 inline void cvt_rn_bf16_f32(u16& d, float x) { d = Bf16::round(x); }
 inline void cvt_rn_f16_f32(u16& d, float x) { d = F16::round(x); }
 inline void cvt_f32_bf16(float& d, u16 x) { d = Bf16::value(x); }

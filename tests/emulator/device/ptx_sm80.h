@@ -1,4 +1,4 @@
-// PTX instructions of sm_75 and sm_80 by name: ldmatrix, mma.sync, cp.async.
+// PTX instructions of sm_75, sm_80 and sm_89 by name: ldmatrix, mma.sync, cp.async.
 #pragma once
 #include "ptx_operands.h"
 
@@ -10,6 +10,7 @@ void mma_m16n8k8_f16(float* d, const u32* a, const u32* b, const float* c);
 void mma_m16n8k8_bf16(float* d, const u32* a, const u32* b, const float* c);
 void mma_m16n8k16_f16(float* d, const u32* a, const u32* b, const float* c);
 void mma_m16n8k16_bf16(float* d, const u32* a, const u32* b, const float* c);
+void mma_m16n8k32_e4m3(float* d, const u32* a, const u32* b, const float* c);
 void mma_m8n8k4_f64(double* d, const double* a, const double* b, const double* c);
 void mma_m16n8k4_f64(double* d, const double* a, const double* b, const double* c);
 void mma_m16n8k8_f64(double* d, const double* a, const double* b, const double* c);
@@ -62,6 +63,10 @@ inline void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(List<float, 4> d, 
 inline void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(List<float, 4> d, List<const u32, 4> a,
                                                                 List<const u32, 2> b, List<const float, 4> c) {
   multiply(mma_m16n8k16_bf16, d, a, b, c);
+}
+inline void mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(List<float, 4> d, List<const u32, 4> a,
+                                                                List<const u32, 2> b, List<const float, 4> c) {
+  multiply(mma_m16n8k32_e4m3, d, a, b, c);
 }
 inline void mma_sync_aligned_m8n8k4_row_col_f64_f64_f64_f64(List<double, 2> d, List<const double, 1> a,
                                                             List<const double, 1> b, List<const double, 2> c) {

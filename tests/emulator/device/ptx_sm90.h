@@ -23,7 +23,8 @@ void set_registers(u32 registers, bool grow);
 // wgmma.cpp
 struct WgmmaForm {
   u32 n = 0;
-  bool a_in_registers = false, accumulate = false, a_mn = false, b_mn = false, fp16 = false;
+  bool a_in_registers = false, accumulate = false, a_mn = false, b_mn = false;
+  enum Type { F16, Bf16, E4m3 } type = F16;
   u64 a = 0, b = 0;  // descriptors
 };
 void wgmma_fence();
@@ -134,7 +135,7 @@ inline void wgmma_fence_sync_aligned() { wgmma_fence(); }
 inline void wgmma_commit_group_sync_aligned() { wgmma_commit(); }
 inline void wgmma_wait_group_sync_aligned(u32 n) { wgmma_wait(n); }
 template <int N>
-inline WgmmaForm wgmma_form(u64 b, bool accumulate, int scale_a, int scale_b, int b_mn, bool fp16) {
+inline WgmmaForm wgmma_form(u64 b, bool accumulate, int scale_a, int scale_b, int b_mn, WgmmaForm::Type type) {
   static_assert(N % 8 == 0 && N >= 8 && N <= 256, "wgmma: N is a multiple of 8 up to 256");
   if (scale_a != 1 || scale_b != 1) fail("wgmma: negated operands are not modelled");
   WgmmaForm m;
@@ -142,20 +143,27 @@ inline WgmmaForm wgmma_form(u64 b, bool accumulate, int scale_a, int scale_b, in
   m.b = b;
   m.accumulate = accumulate;
   m.b_mn = b_mn;
-  m.fp16 = fp16;
+  m.type = type;
   return m;
 }
-template <int N, bool kFp16>  // A and B in shared memory
-inline void wgmma(List<float, N / 2> d, u64 a, u64 b, bool accumulate, int scale_a, int scale_b, int a_mn, int b_mn) {
-  WgmmaForm m = wgmma_form<N>(b, accumulate, scale_a, scale_b, b_mn, kFp16);
+template <class Type>
+inline WgmmaForm::Type wgmma_type() {
+  return sizeof(typename Type::Bits) == 1 ? WgmmaForm::E4m3
+         : std::is_same<Type, F16>::value ? WgmmaForm::F16
+                                          : WgmmaForm::Bf16;
+}
+template <int N, class Type>  // A and B in shared memory; 8-bit operands have no directions
+inline void wgmma(List<float, N / 2> d, u64 a, u64 b, bool accumulate, int scale_a, int scale_b, int a_mn = 0,
+                  int b_mn = 0) {
+  WgmmaForm m = wgmma_form<N>(b, accumulate, scale_a, scale_b, b_mn, wgmma_type<Type>());
   m.a = a;
   m.a_mn = a_mn;
   wgmma_issue(m, array_of(d), nullptr);
 }
-template <int N, bool kFp16>  // A in registers
+template <int N, class Type>  // A in registers
 inline void wgmma(List<float, N / 2> d, List<const u32, 4> a, u64 b, bool accumulate, int scale_a, int scale_b,
-                  int b_mn) {
-  WgmmaForm m = wgmma_form<N>(b, accumulate, scale_a, scale_b, b_mn, kFp16);
+                  int b_mn = 0) {
+  WgmmaForm m = wgmma_form<N>(b, accumulate, scale_a, scale_b, b_mn, wgmma_type<Type>());
   m.a_in_registers = true;
   wgmma_issue(m, array_of(d), array_of(a));
 }

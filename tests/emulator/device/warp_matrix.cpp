@@ -49,7 +49,8 @@ void store_matrix(u32 count, bool transposed, u32 address, const u32* r) {
 
 // ---- mma.sync, 16-bit operands (PTX ISA, "Matrix Fragments for mma.m16n8k8 / mma.m16n8k16") -------------------------
 // A register r: row g + 8 (r & 1), k = 2t + {0,1} + 8 (r >> 1).  B register r: k = 2t + {0,1} + 8 r, column g.
-// C register r: row g + 8 (r >> 1), column 2t + (r & 1).  Products are summed in float32, in the order of k.
+// C register r: row g + 8 (r >> 1), column 2t + (r & 1).  Products are summed in float32, in the order of k.  Of 8-bit
+// operands a register has four, k = 4t + {0,1,2,3} + 16 (...) ("Matrix Fragments for mma.m16n8k32").
 namespace {
 struct Operands {  // of one lane; reading them in place avoids copies of freshly written registers
   float* d;
@@ -59,13 +60,14 @@ struct Operands {  // of one lane; reading them in place avoids copies of freshl
 template <class Element, u32 kK>
 void multiply_half(void** slots) {
   Operands** all = reinterpret_cast<Operands**>(slots);
+  constexpr u32 kPacked = 4 / sizeof(typename Element::Bits), kWidth = 4 * kPacked;  // of a register, of four lanes'
   float a[16][kK], b[kK][8];
+  const auto part = [](u32 word, u32 h) { return Element::value(typename Element::Bits(word >> (32 / kPacked * h))); };
   for (u32 l = 0; l < kWarp; ++l)
-    for (u32 h = 0; h < 2; ++h) {
-      const u32 g = l / 4, k = 2 * (l % 4) + h;
-      for (u32 r = 0; r < kK / 4; ++r)
-        a[g + 8 * (r & 1)][k + 8 * (r >> 1)] = Element::value(u16(all[l]->a[r] >> (16 * h)));
-      for (u32 r = 0; r < kK / 8; ++r) b[k + 8 * r][g] = Element::value(u16(all[l]->b[r] >> (16 * h)));
+    for (u32 h = 0; h < kPacked; ++h) {
+      const u32 g = l / 4, k = kPacked * (l % 4) + h;
+      for (u32 r = 0; r < 2 * kK / kWidth; ++r) a[g + 8 * (r & 1)][k + kWidth * (r >> 1)] = part(all[l]->a[r], h);
+      for (u32 r = 0; r < kK / kWidth; ++r) b[k + kWidth * r][g] = part(all[l]->b[r], h);
     }
   for (u32 row = 0; row < 16; ++row) {
     float sum[8] = {};
@@ -96,6 +98,10 @@ void mma_m16n8k16_f16(float* d, const u32* a, const u32* b, const float* c) {
 }
 void mma_m16n8k16_bf16(float* d, const u32* a, const u32* b, const float* c) {
   multiply_half<Bf16, 16>("mma.m16n8k16.bf16", d, a, b, c);
+}
+
+void mma_m16n8k32_e4m3(float* d, const u32* a, const u32* b, const float* c) {
+  multiply_half<E4m3, 32>("mma.m16n8k32.e4m3", d, a, b, c);
 }
 
 // ---- mma.sync, double precision (PTX ISA, "Matrix Fragments for mma.m8n8k4 with .f64" and m16n8k4 to k16) -----------

@@ -15,7 +15,7 @@
 namespace emu {
 namespace {
 // ---- operands in shared memory --------------------------------------------------------------------------------------
-struct Descriptor { u32 start, leading, stride, mask, row_bytes; };
+struct Descriptor { u32 start, leading, stride, mask, row_bytes; };  // without a swizzle mask 0 and rows of 16 bytes
 Descriptor decode_descriptor(u64 d, const char* operand) {
   // bits 0-13 start, 16-29 leading offset, 32-45 stride offset (all / 16), 49-51 base offset, 62-63 swizzle; the rest
   // is zero
@@ -24,7 +24,7 @@ Descriptor decode_descriptor(u64 d, const char* operand) {
     fail("wgmma descriptor of %s, 0x%016llx: reserved bits set (an address ran over its 14 bits?)", operand, d);
   if (d >> 49 & 7) fail("wgmma descriptor of %s: a base offset is not modelled", operand);
   const u32 code = u32(d >> 62);
-  if (!code) fail("wgmma descriptor of %s: the unswizzled layout is not modelled", operand);
+  if (!code) return {u32(d & 0x3FFF) << 4, u32(d >> 16 & 0x3FFF) << 4, u32(d >> 32 & 0x3FFF) << 4, 0, kChunk};
   Descriptor r{u32(d & 0x3FFF) << 4, u32(d >> 16 & 0x3FFF) << 4, u32(d >> 32 & 0x3FFF) << 4, (8u >> (code - 1)) - 1,
                128u >> (code - 1)};
   // Without a base offset the start lies in the first row of a swizzle atom (8 rows).
@@ -32,9 +32,10 @@ Descriptor decode_descriptor(u64 d, const char* operand) {
     fail("wgmma descriptor of %s: start 0x%x is not in the first row of a swizzle atom", operand, r.start);
   return r;
 }
-// Contiguous dimension = k: rows of one panel, 8-row atoms `stride` apart.  One step of 16 k lies inside a row.
-u32 k_major_address(const Descriptor& d, u32 row, u32 k) {
-  return d.start + row / 8 * d.stride + row % 8 * d.row_bytes + k * 2;
+// Contiguous dimension = k: rows of one panel, 8-row atoms `stride` apart.  One step of 32 bytes lies inside a row; without a
+// swizzle its halves are `leading` apart.
+u32 k_major_address(const Descriptor& d, u32 row, u32 byte) {
+  return d.start + row / 8 * d.stride + row % 8 * d.row_bytes + (d.mask ? byte : byte / kChunk * d.leading);
 }
 // Contiguous dimension = m or n: panels of row_bytes / 2 elements `leading` apart, atoms of 8 k `stride` apart.
 u32 mn_major_address(const Descriptor& d, u32 mn, u32 k) {
@@ -43,20 +44,27 @@ u32 mn_major_address(const Descriptor& d, u32 mn, u32 k) {
 }
 Range operand_range(const Descriptor& d, u32 extent, bool mn_major) {  // the atoms touched, gaps included
   const u32 atom = 8 * d.row_bytes, panel = d.row_bytes / 2;
+  if (!d.mask) {
+    if (mn_major) fail("wgmma: the unswizzled layout is modelled with the contraction along rows only");
+    return {d.start, k_major_address(d, extent - 8, kChunk) + atom};
+  }
   const u32 last = mn_major ? mn_major_address(d, (extent - 1) / panel * panel, 8) : k_major_address(d, extent - 8, 0);
   return {d.start / atom * atom, last / atom * atom + atom};
 }
-constexpr u16 kUndefined[8] = {0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF};  // NaN in both types
+constexpr u16 kUndefined[8] = {0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF};  // NaN in every type
+template <class Type> constexpr u32 kDepth = 32 / sizeof(typename Type::Bits);                   // of one step
 // visit(row or column, k, value) for all elements; 16-byte chunks as the swizzle moves them.
 template <class Type, class Visit>
 void read_operand(const Descriptor& d, u32 extent, bool mn_major, Visit visit) {
-  for (u32 outer = 0; outer < (mn_major ? 16 : extent); ++outer)
-    for (u32 inner = 0; inner < (mn_major ? extent : 16); inner += 8) {
-      const u32 linear = mn_major ? mn_major_address(d, inner, outer) : k_major_address(d, outer, inner);
+  typedef typename Type::Bits Bits;
+  constexpr u32 kPart = kChunk / sizeof(Bits);
+  for (u32 outer = 0; outer < (mn_major ? kDepth<Type> : extent); ++outer)
+    for (u32 inner = 0; inner < (mn_major ? extent : kDepth<Type>); inner += kPart) {
+      const u32 linear = mn_major ? mn_major_address(d, inner, outer) : k_major_address(d, outer, inner * sizeof(Bits));
       const u32 address = swizzled(linear, d.mask);
-      const u16* p = reinterpret_cast<const u16*>(shared_pointer(address, kChunk, kChunk, "wgmma operand"));
-      if (!async_sees(address, "wgmma")) p = kUndefined;
-      for (u32 i = 0; i < 8; ++i)
+      const Bits* p = reinterpret_cast<const Bits*>(shared_pointer(address, kChunk, kChunk, "wgmma operand"));
+      if (!async_sees(address, "wgmma")) p = reinterpret_cast<const Bits*>(kUndefined);
+      for (u32 i = 0; i < kPart; ++i)
         mn_major ? visit(inner + i, outer, Type::value(p[i])) : visit(outer, inner + i, Type::value(p[i]));
     }
 }
@@ -109,36 +117,38 @@ u32 accumulator_row(u32 t, u32 i) { return 16 * (t / 32) + t % 32 / 4 + 8 * (i >
 u32 accumulator_column(u32 t, u32 i) { return 8 * (i / 4) + 2 * (t % 4) + (i & 1); }
 
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
-void multiply(float* c, const float* a, const float* b, u32 n) {  // c[64][n] += a[64][16] b[16][n], fp32
+void multiply(float* c, const float* a, const float* b, u32 n, u32 depth) {  // c[64][n] += a[64][depth] b[depth][n]
   for (u32 m = 0; m < 64; ++m)
-    for (u32 k = 0; k < 16; ++k) {
-      const float x = a[m * 16 + k];
+    for (u32 k = 0; k < depth; ++k) {
+      const float x = a[m * depth + k];
       for (u32 j = 0; j < n; ++j) c[m * n + j] += x * b[k * n + j];
     }
 }
-// A fragment: register r holds row 16w + l/4 + 8(r&1), k = 2(l%4) + {0,1} + 8(r>>1), low half first.
+// A fragment: register r holds row 16w + l/4 + 8(r&1), k = 2(l%4) + {0,1} + 8(r>>1), low half first; of 8-bit elements
+// k = 4(l%4) + {0,1,2,3} + 16(r>>1), lowest byte first.
 template <class Type>
 void unpack_fragments(const Fragments& f, float* a) {
+  constexpr u32 kPacked = 4 / sizeof(typename Type::Bits), kHalf = kDepth<Type> / 2;
   for (u32 t = 0; t < kWarpgroup; ++t)
     for (u32 r = 0; r < 4; ++r)
-      for (u32 h = 0; h < 2; ++h)
-        a[(16 * (t / 32) + t % 32 / 4 + 8 * (r & 1)) * 16 + 2 * (t % 4) + h + 8 * (r >> 1)] =
-            Type::value(u16(f.at[t][r] >> (16 * h)));
+      for (u32 h = 0; h < kPacked; ++h)
+        a[(16 * (t / 32) + t % 32 / 4 + 8 * (r & 1)) * kDepth<Type> + kPacked * (t % 4) + h + kHalf * (r >> 1)] =
+            Type::value(typename Type::Bits(f.at[t][r] >> (32 / kPacked * h)));
 }
 template <class Type>
 void compute(Product& p) {
-  static float a[64 * 16], b[16 * 256];
+  static float a[64 * kDepth<Type>], b[kDepth<Type> * 256];
   const u32 n = p.form.n;
   if (p.form.a_in_registers)
     unpack_fragments<Type>(*p.fragments, a);
   else
     read_operand<Type>(decode_descriptor(p.form.a, "A"), 64, p.form.a_mn,
-                       [](u32 m, u32 k, float x) { a[m * 16 + k] = x; });
+                       [](u32 m, u32 k, float x) { a[m * kDepth<Type> + k] = x; });
   read_operand<Type>(decode_descriptor(p.form.b, "B"), n, p.form.b_mn,
                      [n](u32 j, u32 k, float x) { b[k * n + j] = x; });
   if (!p.form.accumulate)
     std::fill(p.d->value.begin(), p.d->value.end(), 0.f);  // scale-d = 0: D = A B, the old D is ignored
-  multiply(p.d->value.data(), a, b, n);
+  multiply(p.d->value.data(), a, b, n, kDepth<Type>);
 }
 
 struct WgmmaUnit : AsyncUnit {
@@ -161,7 +171,9 @@ struct WgmmaUnit : AsyncUnit {
     for (Warpgroup& w : warpgroups) {
       if (!runnable(w) || event-- > 0) continue;
       Product& p = w.products[w.computed++];
-      p.form.fp16 ? compute<F16>(p) : compute<Bf16>(p);
+      p.form.type == WgmmaForm::E4m3  ? compute<E4m3>(p)
+      : p.form.type == WgmmaForm::F16 ? compute<F16>(p)
+                                      : compute<Bf16>(p);
       p.fragments.reset();
       p.d.reset();
       return;
@@ -248,7 +260,7 @@ void open_product(Warpgroup& w, const WgmmaForm& form, std::shared_ptr<Accumulat
 }
 bool same(const WgmmaForm& x, const WgmmaForm& y) {
   return x.n == y.n && x.a_in_registers == y.a_in_registers && x.accumulate == y.accumulate && x.a_mn == y.a_mn &&
-         x.b_mn == y.b_mn && x.fp16 == y.fp16 && x.a == y.a && x.b == y.b;
+         x.b_mn == y.b_mn && x.type == y.type && x.a == y.a && x.b == y.b;
 }
 void join_accumulator(Product& p, ThreadProducts& t, std::shared_ptr<Accumulator> mine, float* registers,
                       size_t index) {

@@ -1,0 +1,201 @@
+"""8-bit inputs on the device: every tile, scales, options, lengths, layouts, and how far from float64 long sequences are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import KeyLengths, plan, problem, tuning
+from cuflash.modifiers import Scales
+from tests.cases import STRIDES, Case
+from tests.gpu.device import DRY, Device, described, on_device
+from tests.tolerance import Expectation
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+BACKEND = "numpy" if DRY else "wgmma"
+#: the tensor cores keep about 13 bits of a sum of 8-bit products, in place of float32's 23, of which four units are allowed
+COARSER = 2.0**8
+CASE = Case("fp8", "float8_e4m3fn", heads_q=4, seq_q=300, seq_k=391, head_dim=128, scales=("bh", "bh", "bh"))
+
+
+@pytest.fixture
+def hopper(device: Device) -> Device:
+    if not DRY and int(device.xp.cuda.Device().compute_capability) != 90:
+        pytest.skip("8-bit inputs need compute capability 9.0")
+    return device
+
+
+@pytest.fixture
+def fresh_plans() -> Iterator[None]:
+    """Plans made with another table are not kept."""
+    plan.plan_forward.cache_clear()
+    yield
+    plan.plan_forward.cache_clear()
+
+
+def arguments(device: Device, made: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of the public call."""
+    options = on_device(device, {name: x for name, x in made["options"].items() if name != "scales"})
+    scales: Scales = made["options"]["scales"]
+    given = {"q_scale": scales.q_scale, "k_scale": scales.k_scale, "v_scale": scales.v_scale}
+    given = {name: device.put(x) for name, x in given.items()}
+    if scales.logit_scale != 1:
+        name = "q_scale" if scales.q_scale is None else "k_scale"
+        given[name] = scales.logit_scale
+    if scales.value_scale != 1:
+        given["v_scale"] = scales.value_scale
+    return {**options, **given, "out_dtype": scales.out_dtype, "backend": BACKEND}
+
+
+def expected(call: problem.Call) -> Expectation:
+    expectation = Expectation(call)
+    expectation.floors["lse"] = expectation.floors["lse"] * COARSER
+    return expectation
+
+
+def check(device: Device, case: Case, seed: int = 0, **changed: Any) -> float:
+    made = {**case.make(seed), **changed}
+    q, k, v = (device.put(made[name]) for name in "qkv")
+    with device.poisoned():
+        out, lse = cuflash.attention(q, k, v, return_lse=True, **arguments(device, made))
+        assert str(out.dtype) == case.out_dtype
+        got = device.get(problem.canonical(out, case.layout)), device.get(lse)
+    device.check_inputs()
+    return expected(described(made)).check_forward(*got)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("row", tuning.FORWARD_WGMMA_E4M3, ids=lambda row: f"{row.max_head_dim}-{row[1]}x{row[2]}")
+def test_every_tile(
+    hopper: Device, fresh_plans: None, monkeypatch: pytest.MonkeyPatch, row: tuning.ForwardWgmmaTile, causal: bool
+) -> None:
+    monkeypatch.setattr(tuning, "FORWARD_WGMMA_E4M3", (row._replace(max_keys=1 << 31, max_weight=1 << 31),))
+    many = 1 if DRY else 12
+    for batch, heads_q, seq_k in ((1, 2, 391), (1, 2, 384), (many, 12, 257)):
+        case = replace(CASE, batch=(batch,), heads_q=heads_q, heads_k=1, seq_k=seq_k, causal=causal)
+        check(hopper, replace(case, head_dim=row.max_head_dim))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
+def test_head_sizes(hopper: Device, head_dim: int) -> None:
+    for head_dim_v in (head_dim, 80):
+        check(hopper, replace(CASE, head_dim=head_dim, head_dim_v=head_dim_v, causal=True))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "numbers": {"scales": (0.5, None, 3.0)},
+    "of keys": {"scales": (2.0, "bh", None), "heads_k": 2},
+    "of heads": {"scales": ("h", None, "h"), "heads_k": 4},
+    "half": {"out_dtype": "float16", "causal": True},
+    "bshd": {"layout": "bshd", "causal": True, "heads_k": 1},
+    "softcap": {"softcap": 3.0},
+    "bias and mask": {"bias": "b1qk", "mask": "qk", "scale": -0.1},
+    "ranges": {"causal": True, "window": (90, 15), "lengths": "random", "alibi": "h"},
+    "sinks": {"sinks": "h", "causal": True},
+    "batch axes": {"batch": (2, 3), "causal": "top_left"},
+    "everything": {"causal": True, "softcap": 2.0, "bias": "hqk", "alibi": "h", "window": (200, 40), "sinks": "h"},
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(hopper: Device, name: str, head_dim: int) -> None:
+    check(hopper, replace(replace(CASE, heads_k=2, head_dim=head_dim), **OPTIONS[name]))
+
+
+@pytest.mark.parametrize("values", ["x3", "x30", "constant", "logits about -200", "dominant key late"])
+def test_values(hopper: Device, values: str) -> None:
+    check(hopper, replace(CASE, values=values, scales=(None, None, None), seq_k=1000))
+
+
+def test_many_lengths(hopper: Device) -> None:
+    rng = np.random.default_rng(0)
+    for seed in range(10 if DRY else 60):
+        seq_q, seq_k = (int(n) for n in rng.integers(1, 900, 2))
+        causal = bool(rng.random() < 0.5)
+        try:
+            check(hopper, replace(CASE, heads_k=2, seq_q=seq_q, seq_k=seq_k, causal=causal, lengths="random"), seed)
+        except AssertionError as error:
+            raise AssertionError(f"{seq_q} x {seq_k}, causal {causal}: {error}") from error
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+def test_values_may_lie_anyhow(hopper: Device, strides: str) -> None:
+    v = STRIDES[strides](CASE.make()["v"])
+    check(hopper, CASE, v=v)
+
+
+def test_what_no_row_sees_never_reaches_a_result(hopper: Device) -> None:
+    made = replace(CASE, batch=(2,)).make()
+    lengths = np.array([205, 391], np.int32)
+    options = {**made["options"], "modifiers": (KeyLengths(lengths),)}
+    for x in (made["k"], made["v"]):
+        x[0, :, 205:] = np.nan
+    check(hopper, CASE, k=made["k"], v=made["v"], options=options)
+
+
+def test_bytes_and_other_callers_arrays(hopper: Device) -> None:
+    """Arrays of bytes as the views that they have to be made, `out=`, and the bits of equal calls."""
+    made = replace(CASE, scales=(None, None, None)).make()
+    q, k, v = (hopper.xp.asarray(made[name].view(np.uint8)).view(E4M3) for name in "qkv")
+    out, lse = cuflash.attention(q, k, v, return_lse=True)
+    expected(described(made)).check_forward(hopper.get(out), hopper.get(lse))
+    target = hopper.xp.zeros(out.shape, out.dtype)
+    assert cuflash.attention(q, k, v, out=target) is target
+    for again in (target, cuflash.attention(q, k, v), cuflash.attention(q, k, v, batch_invariant=True)):
+        np.testing.assert_array_equal(hopper.get(again).view(np.uint16), hopper.get(out).view(np.uint16))
+    with pytest.raises(cuflash.ArgumentError, match=r"\.view\(ml_dtypes.float8_e4m3fn\)"):
+        cuflash.attention(q.view(np.uint8), k.view(np.uint8), v.view(np.uint8))
+
+
+def test_batch_invariant_copies(hopper: Device) -> None:
+    """Arrays that lie otherwise are copied, as bytes where CuPy has no code for their elements."""
+    made = replace(CASE, scales=(None, None, None), batch=(3,)).make()
+    q, k, v = (hopper.put(STRIDES["every second"](made[name])) for name in "qkv")
+    out = cuflash.attention(q, k, v, batch_invariant=True)
+    one = cuflash.attention(*(hopper.put(made[name][1:2]) for name in "qkv"), batch_invariant=True)
+    np.testing.assert_array_equal(hopper.get(out[1:2]).view(np.uint16), hopper.get(one).view(np.uint16))
+
+
+def test_a_captured_call(hopper: Device) -> None:
+    if DRY:
+        pytest.skip("graphs are of a device")
+    cupy = hopper.xp
+    made = CASE.make()
+    q, k, v = (hopper.put(made[name]) for name in "qkv")
+    options = arguments(hopper, made)
+    want = cuflash.attention(q, k, v, **options)
+    target, stream = cupy.zeros(want.shape, want.dtype), cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cuflash.attention(q, k, v, out=target, **options)
+        target.view(np.uint16).fill(0)
+        stream.begin_capture()
+        cuflash.attention(q, k, v, out=target, **options)
+        graph = stream.end_capture()
+        graph.launch()
+        stream.synchronize()
+    np.testing.assert_array_equal(hopper.get(target).view(np.uint16), hopper.get(want).view(np.uint16))
+
+
+@pytest.mark.parametrize("seq", [512] if DRY else [1024, 4096, 16384])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_error_of_long_sequences(hopper: Device, head_dim: int, seq: int) -> None:
+    """The error relative to the output, in norm, against float64: rounding of the weights alone makes about 0.02."""
+    rng = np.random.default_rng(seq + head_dim)
+    q, k, v = (rng.standard_normal((1, 1, seq, head_dim)).astype(E4M3) for _ in range(3))
+    rows = slice(0, 64)
+    out = cuflash.attention(*(hopper.put(x) for x in (q, k, v)), backend=BACKEND)
+    exact = [x[0, 0].astype(np.float64) for x in (q, k, v)]
+    s = exact[0][rows] @ exact[1].T * head_dim**-0.5
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    want = p / p.sum(axis=-1, keepdims=True) @ exact[2]
+    got = hopper.get(out)[0, 0, rows].astype(np.float64)
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    print(f"head_dim {head_dim}, seq {seq}: {error:.4f}")
+    assert error < 0.05
