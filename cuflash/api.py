@@ -129,6 +129,7 @@ def attention(
             [2.]]])
     """
     key = None
+    check_flag("return_lse", return_lse)
     check_flag("batch_invariant", batch_invariant)
     if _launch is not None and out is None and not modifiers and not batch_invariant:
         key = _launch.signature(q, k, v, mask, bias, (scale, causal, window, softcap, layout, return_lse, backend))
@@ -369,6 +370,7 @@ def attention_vjp(
             [0.]]])
     """
     modifiers = keep(modifiers)
+    check_flag("return_lse", return_lse)
     order_of_sums(deterministic, batch_invariant)
     options: dict[str, Any] = {
         "scale": scale,
@@ -471,6 +473,7 @@ def attention_varlen(
     >>> cuflash.attention_varlen(q, k, v, [0, 2, 3], [0, 2, 3]).ravel()
     array([2., 2., 9.])
     """
+    check_flag("return_lse", return_lse)
     offsets, maxima = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     home, call, native = enter_packed(
         q, k, v, offsets, maxima, present(out=out), scale, causal, window, softcap, modifiers, backend
@@ -610,6 +613,7 @@ def attention_varlen_vjp(
     >>> vjp(np.ones_like(out)).dv.ravel()
     array([0.5, 0.5, 1. ])
     """
+    check_flag("return_lse", return_lse)
     order_of_sums(deterministic, batch_invariant=False)
     options: dict[str, Any] = {
         "max_seqlen_q": max_seqlen_q,

@@ -291,9 +291,9 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype)
 
 
-def check_dtypes(q: Any, k: Any, v: Any) -> str:
-    """The one dtype of q, k and v."""
-    dtypes = {name: dtype_name(x.dtype) for name, x in (("q", q), ("k", k), ("v", v))}
+def check_dtypes(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> str:
+    """The one dtype of q, k and v, which the caller knows by these names."""
+    dtypes = {name: dtype_name(x.dtype) for name, x in zip(names, (q, k, v), strict=True)}
     for name, dtype in dtypes.items():
         if dtype not in DTYPES:
             bits = "the bits of bfloat16 with .view(ml_dtypes.bfloat16), others " if dtype == "uint16" else ""
@@ -302,8 +302,10 @@ def check_dtypes(q: Any, k: Any, v: Any) -> str:
             )
     if len(set(dtypes.values())) > 1:
         found = ", ".join(f"{n} {d}" for n, d in dtypes.items())
-        raise ArgumentError(f"q, k and v must have one dtype, found {found}; convert them to a common one")
-    return dtypes["q"]
+        raise ArgumentError(
+            f"{names[0]}, {names[1]} and {names[2]} must have one dtype, found {found}; convert them to a common one"
+        )
+    return dtypes[names[0]]
 
 
 def check_shapes(q: Any, k: Any, v: Any, layout: str) -> None:
