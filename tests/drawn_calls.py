@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import problem
-from cuflash.modifiers import ALiBi, KeyLengths, Modifier, Sinks, Written
+from cuflash.modifiers import ALiBi, KeyLengths, Modifier, Written
 from cuflash.problem import canonical
 from tests import written_cases
 from tests.cases import DOCUMENTS, DTYPES, STRIDES, Case

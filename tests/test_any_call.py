@@ -5,7 +5,6 @@ Each run makes the same calls; CUFLASH_DRAWN_CALLS=20 makes twenty times as many
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -19,8 +19,20 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import ALiBi, BlockMask, CuflashError, Documents, Dropout, KeyLengths, MaskModifier, ScoreModifier, Sinks
-from cuflash import inspection, numpy_backend, union
+from cuflash import (
+    ALiBi,
+    BlockMask,
+    CuflashError,
+    Documents,
+    Dropout,
+    KeyLengths,
+    MaskModifier,
+    ScoreModifier,
+    Sinks,
+    inspection,
+    numpy_backend,
+    union,
+)
 from cuflash.problem import canonical, in_layout
 from tests.cases import DTYPES
 from tests.decode_cases import DecodeCase
@@ -283,8 +295,7 @@ def wrong_operands(draw: Any, call: Drawn, arguments: dict[str, Any]) -> Wrong:
         shape[at] += 1
     given = tuple(shape)
     laid = in_layout(given, case.layout) if len(given) > 2 else given
-    wrong = of_shape(name, laid, DTYPES[case.dtype], given)
-    return wrong
+    return of_shape(name, laid, DTYPES[case.dtype], given)
 
 
 @st.composite
