@@ -94,7 +94,7 @@ def describe(
                 "an axis of length 1, or merge batch axes with reshape"
             )
     names = ("q", "k_cache", "v_cache")
-    dtype = check_dtypes(*(native[name] for name in names), names)
+    dtype = check_dtypes(native["q"], native["k_cache"], native["v_cache"], names)
     q, k, v = (canonical(native[name], layout) for name in names)
     batch, heads_q, seq_q, head_dim = q.shape
     heads_k, head_dim_v = v.shape[1], v.shape[3]

@@ -129,7 +129,7 @@ def letters(batch: tuple[int, ...], names: str) -> Any:
 
 
 @st.composite
-def cases(draw: Any, dtypes: tuple[str, ...] = tuple(DTYPES)) -> Case:
+def cases(draw: Any, dtypes: tuple[str, ...] = tuple(DTYPES), lengths: Any = LENGTHS) -> Case:
     """Any call of `attention`."""
     batch = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
     heads_k = draw(st.integers(1, 3))
@@ -140,8 +140,8 @@ def cases(draw: Any, dtypes: tuple[str, ...] = tuple(DTYPES)) -> Case:
         "batch": batch,
         "heads_k": heads_k,
         "heads_q": heads_q,
-        "seq_q": min(draw(LENGTHS), longest),
-        "seq_k": min(draw(LENGTHS), longest),
+        "seq_q": min(draw(lengths), longest),
+        "seq_k": min(draw(lengths), longest),
         "head_dim": draw(HEAD_DIMS),
         "head_dim_v": draw(st.one_of(st.none(), HEAD_DIMS)),
         "layout": draw(st.sampled_from(("bhsd", "bshd"))),
