@@ -6,7 +6,7 @@ Each run makes the same calls; CUFLASH_DRAWN_CALLS=20 makes twenty times as many
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -182,12 +182,15 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@st.composite
-def wrong_option(draw: Any, names: tuple[str, ...]) -> Wrong:
-    name = draw(st.sampled_from(names))
-    value = draw(st.sampled_from(OPTIONS[name]))
-    part = value[0] if isinstance(value, list) and value and name == "modifiers" else value
-    return Wrong({name: value}, (name, number(part) if name in ("scale", "softcap") else side(value, shown(part))))
+def wrong_options(names: tuple[str, ...]) -> list[Wrong]:
+    """Every wrong value of these options."""
+    found = []
+    for name in names:
+        for value in OPTIONS[name]:
+            part = value[0] if isinstance(value, list) and value and name == "modifiers" else value
+            shows = number(part) if name in ("scale", "softcap") else side(value, shown(part))
+            found.append(Wrong({name: value}, (name, shows)))
+    return found
 
 
 def number(value: Any) -> Word:
@@ -202,9 +205,8 @@ def side(value: Any, whole: str) -> Word:
 
 
 # ---- modifiers -------------------------------------------------------------------------------------------------------
-@st.composite
-def wrong_modifier(draw: Any, call: Drawn, kept: tuple[Any, ...], allowed: tuple[str, ...] = ()) -> Wrong:
-    """A modifier with something wrong about it, in place of those of its own kind."""
+def wrong_modifiers(call: Drawn, kept: tuple[Any, ...]) -> list[Wrong]:
+    """Every modifier with something wrong about it, in place of those of its own kind."""
     case = call.case
     batch, heads, seq_q, seq_k = case.batch, case.heads_q, case.seq_q, case.seq_k
     shape, ones = (*batch, heads + 1), (1,) * len(batch)
@@ -250,17 +252,20 @@ def wrong_modifier(draw: Any, call: Drawn, kept: tuple[Any, ...], allowed: tuple
             ("ok of MaskModifier", f"({seq_k + 2},)"),
         ),
     }
-    name = draw(st.sampled_from([n for n in choices if not allowed or n.split()[0] in allowed]))
-    make, words = choices[name]
     own = {"lengths": KeyLengths, "slopes": ALiBi, "sinks": Sinks, "blocks": BlockMask, "dropout": Dropout}
-    kind = own.get(name.split()[0], Documents)
-    chain = tuple(m for m in kept if not isinstance(m, (kind, ScoreModifier, MaskModifier)))
 
-    def lazy() -> dict[str, Any]:
-        made = make()
-        return {"modifiers": (*chain, *(made if isinstance(made, list) else [made]))}
+    def wrong(name: str) -> Wrong:
+        make, words = choices[name]
+        kind = own.get(name.split()[0], Documents)
+        chain = tuple(m for m in kept if not isinstance(m, (kind, ScoreModifier, MaskModifier)))
 
-    return Wrong({}, words, lazy)
+        def lazy() -> dict[str, Any]:
+            made = make()
+            return {"modifiers": (*chain, *(made if isinstance(made, list) else [made]))}
+
+        return Wrong({}, words, lazy)
+
+    return [wrong(name) for name in choices]
 
 
 # ---- attention and its backward --------------------------------------------------------------------------------------
@@ -314,32 +319,26 @@ def wrong_broadcast(draw: Any, name: str, x: np.ndarray, full: tuple[int, ...]) 
     return of_shape(name, tuple(shape), x.dtype)
 
 
-@st.composite
-def wrong_out(draw: Any, arguments: dict[str, Any], shape: tuple[int, ...], dtype: Any) -> Wrong:
-    """An array that the result cannot be written to."""
+def wrong_outs(arguments: dict[str, Any], names: Iterable[str], shape: tuple[int, ...], dtype: Any) -> list[Wrong]:
+    """Arrays that the result cannot be written to: read-only, its own neighbour, or one element shared with an input."""
     right = np.full(shape, 7, dtype)
-    choices = ["kind", "dtype", "shape", "read-only", "input"] + ["itself"] * (max(shape) > 1 and right.size > 0)
-    choice = draw(st.sampled_from(choices))
-    if choice == "kind":
-        return draw(wrong_kind("out", right, optional=True))
-    if choice == "dtype":
-        return draw(wrong_dtype("out", right))
-    if choice == "shape":
-        return draw(wrong_shape("out", right))
-    if choice == "read-only":
-        right.flags.writeable = False
-        return Wrong({"out": right}, ("out is read-only",))
-    if choice == "itself":
+    right.flags.writeable = False
+    found = [Wrong({"out": right}, ("out is read-only",))]
+    if not right.size:
+        return found
+    if max(shape) > 1:
         axis = int(np.argmax(shape))
         once = np.full((*shape[:axis], 1, *shape[axis + 1 :]), 7, dtype)
         strides = tuple(0 if i == axis else s for i, s in enumerate(once.strides))
-        return Wrong({"out": np.lib.stride_tricks.as_strided(once, shape, strides)}, ("out of shape", str(shape)))
-    name = draw(st.sampled_from([n for n in ("q", "k", "v", "bias") if arguments.get(n) is not None]))
-    x = arguments[name]
-    assume(x.size and right.size)
-    buffer = np.ones(x.size + right.size, dtype)  # they share one element
-    taken, target = buffer[: x.size].reshape(x.shape), buffer[x.size - 1 : -1].reshape(shape)
-    return Wrong({name: taken, "out": target}, (f"out overlaps {name}", "bytes ["))
+        itself = np.lib.stride_tricks.as_strided(once, shape, strides)
+        found.append(Wrong({"out": itself}, ("out of shape", str(shape))))
+    for name in names:
+        x = arguments.get(name)
+        if x is not None and x.size:
+            buffer = np.ones(x.size + right.size, dtype)
+            taken, target = buffer[: x.size].reshape(x.shape), buffer[x.size - 1 : -1].reshape(shape)
+            found.append(Wrong({name: taken, "out": target}, (f"out overlaps {name}", "bytes [")))
+    return found
 
 
 @st.composite
@@ -350,8 +349,8 @@ def right_calls(draw: Any) -> Drawn:
 
 
 @st.composite
-def wrong_calls(draw: Any, kind: str) -> tuple[str, dict[str, Any], Wrong]:
-    """A function, the arguments of a right call, and what is wrong."""
+def wrong_calls(draw: Any, kind: str) -> tuple[str, dict[str, Any], list[Wrong]]:
+    """A function, the arguments of a right call, and what is wrong: one thing, or several in turn."""
     functions = {"out": WITH_OUT, "results": ("attention_backward",), "rows": ("attention_weights",)}
     call, function = draw(right_calls()), draw(st.sampled_from(functions.get(kind, sorted(FUNCTIONS))))
     case, made = call.case, call.make()
@@ -368,16 +367,19 @@ def wrong_calls(draw: Any, kind: str) -> tuple[str, dict[str, Any], Wrong]:
         results |= {"dlse": made["dlse"]} if made["dlse"] is not None else {}
         arguments |= results
 
+    if kind == "option":
+        return function, arguments, wrong_options(FUNCTIONS[function])
+    if kind == "modifier":
+        return function, arguments, wrong_modifiers(call, arguments["modifiers"])
+    if kind == "out":
+        dtype = made["q"].dtype
+        another = draw(wrong_array("out", np.full(out_shape, 7, dtype), optional=True))
+        return function, arguments, [another, *wrong_outs(arguments, ("q", "k", "v", "bias"), out_shape, dtype)]
+
     def wrong() -> Wrong:
         masks = [name for name in ("mask", "bias") if arguments[name] is not None]
-        if kind == "option":
-            return draw(wrong_option(FUNCTIONS[function]))
-        if kind == "modifier":
-            return draw(wrong_modifier(call, arguments["modifiers"]))
         if kind == "operands":
             return draw(wrong_operands(call, arguments))
-        if kind == "out":
-            return draw(wrong_out(arguments, out_shape, made["q"].dtype))
         if kind == "rows":
             row = draw(st.sampled_from((case.seq_q, -case.seq_q - 1)))
             junk = draw(st.sampled_from((3, None, ["a"], [1.0], [row])))
@@ -394,14 +396,14 @@ def wrong_calls(draw: Any, kind: str) -> tuple[str, dict[str, Any], Wrong]:
             return draw(wrong_dtype(name, arguments[name]))
         return draw(wrong_kind(name, arguments[name], optional=name in masks))
 
-    return function, arguments, wrong()
+    return function, arguments, [wrong()]
 
 
 KINDS = {
-    "option": 80,
-    "modifier": 80,
+    "option": 8,
+    "modifier": 12,
+    "out": 12,
     "operands": 40,
-    "out": 40,
     "rows": 10,
     "results": 40,
     "broadcast": 20,
@@ -414,9 +416,10 @@ KINDS = {
 def test_attention(kind: str) -> None:
     @drawn_calls(KINDS[kind])
     @given(wrong_calls(kind))
-    def run(drawn: tuple[str, dict[str, Any], Wrong]) -> None:
-        function, arguments, wrong = drawn
-        refuses(getattr(cuflash, function), arguments, wrong)
+    def run(drawn: tuple[str, dict[str, Any], list[Wrong]]) -> None:
+        function, arguments, wrongs = drawn
+        for wrong in wrongs:
+            refuses(getattr(cuflash, function), arguments, wrong)
 
     run()
 
@@ -493,7 +496,7 @@ def beside_packed(case: Pack) -> dict[str, tuple[Any, tuple[Word, ...]]]:
 
 
 @st.composite
-def wrong_packs(draw: Any, kind: str) -> tuple[str, dict[str, Any], Wrong]:
+def wrong_packs(draw: Any, kind: str) -> tuple[str, dict[str, Any], list[Wrong]]:
     functions = {"out": ("attention_varlen",), "results": ("attention_varlen_backward",)}
     pack, function = draw(packs()), draw(st.sampled_from(functions.get(kind, sorted(PACKED_FUNCTIONS))))
     made = pack.make()
@@ -504,45 +507,37 @@ def wrong_packs(draw: Any, kind: str) -> tuple[str, dict[str, Any], Wrong]:
         results = {"dout": made["dout"], "out": np.zeros(made["dout"].shape, made["q"].dtype), "lse": lse}
     arguments = {name: made[name] for name in "qkv"} | offsets | made["options"] | results
     if kind == "option":
-        return function, arguments, draw(wrong_option(PACKED_FUNCTIONS[function]))
+        return function, arguments, wrong_options(PACKED_FUNCTIONS[function])
     if kind == "modifier":
-        modifier, words = draw(st.sampled_from(list(beside_packed(pack).values())))
-        return function, arguments, Wrong({"modifiers": [modifier]}, words)
+        return function, arguments, [Wrong({"modifiers": [m]}, words) for m, words in beside_packed(pack).values()]
     if kind == "offsets":
-        return function, arguments, draw(wrong_offsets(pack, offsets))
+        return function, arguments, [draw(wrong_offsets(pack, offsets))]
     if kind == "out":
-        assume(made["dout"].size)
-        return function, arguments, draw(wrong_out(arguments, made["dout"].shape, made["q"].dtype))
+        shape, dtype = made["dout"].shape, made["q"].dtype
+        another = draw(wrong_array("out", np.full(shape, 7, dtype), optional=True))
+        return function, arguments, [another, *wrong_outs(arguments, "qkv", shape, dtype)]
     if kind == "results":
         name = draw(st.sampled_from(sorted(results)))
-        return function, arguments, draw(wrong_array(name, results[name], optional=name == "dlse"))
+        return function, arguments, [draw(wrong_array(name, results[name], optional=name == "dlse"))]
     name = draw(st.sampled_from("qkv"))
     x = arguments[name]
     if kind == "axes":
         shape = draw(st.sampled_from(((1, *x.shape), x.shape[1:])))
-        return function, arguments, of_shape(name, shape, x.dtype)
-    return function, arguments, draw((wrong_kind if kind == "kind" else wrong_dtype)(name, x))
+        return function, arguments, [of_shape(name, shape, x.dtype)]
+    return function, arguments, [draw((wrong_kind if kind == "kind" else wrong_dtype)(name, x))]
 
 
-PACKED_KINDS = {
-    "option": 30,
-    "modifier": 20,
-    "offsets": 60,
-    "out": 20,
-    "results": 20,
-    "axes": 10,
-    "kind": 10,
-    "dtype": 10,
-}
+PACKED_KINDS = {"option": 4, "modifier": 6, "out": 8, "offsets": 60, "results": 20, "axes": 10, "kind": 10, "dtype": 10}
 
 
 @pytest.mark.parametrize("kind", PACKED_KINDS)
 def test_packed_calls(kind: str) -> None:
     @drawn_calls(PACKED_KINDS[kind])
     @given(wrong_packs(kind))
-    def run(drawn: tuple[str, dict[str, Any], Wrong]) -> None:
-        function, arguments, wrong = drawn
-        refuses(getattr(cuflash, function), arguments, wrong)
+    def run(drawn: tuple[str, dict[str, Any], list[Wrong]]) -> None:
+        function, arguments, wrongs = drawn
+        for wrong in wrongs:
+            refuses(getattr(cuflash, function), arguments, wrong)
 
     run()
 
@@ -619,26 +614,24 @@ CACHE_KINDS = (
 )
 CACHE_KINDS += ("table dtype", "table axes", "table batch", "new alone", "new dtype", "new shape")
 DECODE_KINDS = {
-    "option": 30,
-    "modifier": 15,
+    "option": 4,
+    "modifier": 4,
+    "out": 8,
     "kind": 10,
     "dtype": 10,
-    "out": 20,
     "written": 10,
     **dict.fromkeys(CACHE_KINDS, 6),
 }
 
 
 @st.composite
-def wrong_decodes(draw: Any, kind: str) -> tuple[dict[str, Any], Wrong]:
+def wrong_decodes(draw: Any, kind: str) -> tuple[dict[str, Any], list[Wrong]]:
     case = draw(decode_cases())
     made = case.make()
     arguments = {**made.arrays, "lengths": made.lengths, "page_table": made.table, **made.options}
-    heads = case.heads_q
+    heads, dtype = case.heads_q, arguments["q"].dtype
     if kind == "option":
-        return arguments, draw(wrong_option(DECODE))
-    if kind in CACHE_KINDS:
-        return arguments, draw(wrong_cache(kind, case, arguments))
+        return arguments, wrong_options(DECODE)
     if kind == "modifier":
         choices = {
             "KeyLengths": KeyLengths([1]),
@@ -648,37 +641,31 @@ def wrong_decodes(draw: Any, kind: str) -> tuple[dict[str, Any], Wrong]:
             "MaskModifier": MaskModifier("k > 0"),
             f"slopes of ALiBi has shape ({heads + 1},)": ALiBi([1.0] * (heads + 1)),
         }
-        name = draw(st.sampled_from(sorted(choices)))
-        return arguments, Wrong({"modifiers": [choices[name]]}, (name,))
-    name = draw(st.sampled_from(("q", "k_cache", "v_cache")))
-    if kind == "written":
-        assume(case.seq_new and case.lengths and name != "q")
-        x = arguments[name]
-        frozen = np.broadcast_to(x[:1], x.shape) if len(x) == 1 or draw(st.booleans()) else x.copy()
-        frozen.flags.writeable = False
-        return arguments, Wrong({name: frozen}, (f"{name} is read-only",))
+        return arguments, [Wrong({"modifiers": [m]}, (name,)) for name, m in choices.items()]
     if kind == "out":
         shape = (*arguments["q"].shape[:-1], case.head_dim_v or case.head_dim)
-        if not case.lengths:
-            return arguments, draw(wrong_shape("out", np.zeros(shape, arguments["q"].dtype)))
-        of_q = {"q": arguments["q"]}
-        return arguments, draw(wrong_out_of(of_q, shape, arguments["q"].dtype))
+        another = draw(wrong_array("out", np.full(shape, 7, dtype), optional=True))
+        return arguments, [another, *wrong_outs(arguments, ("q", "k_cache", "v_cache"), shape, dtype)]
+    if kind in CACHE_KINDS:
+        return arguments, [draw(wrong_cache(kind, case, arguments))]
+    name = draw(st.sampled_from(("q", "k_cache", "v_cache")))
     x = arguments[name]
-    return arguments, draw((wrong_kind if kind == "kind" else wrong_dtype)(name, x))
-
-
-def wrong_out_of(arguments: dict[str, Any], shape: tuple[int, ...], dtype: Any) -> Any:
-    """The same as `wrong_out` where only some inputs may be shared."""
-    return wrong_out({"q": None, "k": None, "v": None, **arguments}, shape, dtype)
+    if kind == "written":
+        assume(case.seq_new and case.lengths and name != "q")
+        frozen = np.broadcast_to(x[:1], x.shape) if len(x) == 1 or draw(st.booleans()) else x.copy()
+        frozen.flags.writeable = False
+        return arguments, [Wrong({name: frozen}, (f"{name} is read-only",))]
+    return arguments, [draw((wrong_kind if kind == "kind" else wrong_dtype)(name, x))]
 
 
 @pytest.mark.parametrize("kind", DECODE_KINDS)
 def test_decode_calls(kind: str) -> None:
     @drawn_calls(DECODE_KINDS[kind])
     @given(wrong_decodes(kind))
-    def run(drawn: tuple[dict[str, Any], Wrong]) -> None:
-        arguments, wrong = drawn
-        refuses(cuflash.attention_decode, arguments, wrong)
+    def run(drawn: tuple[dict[str, Any], list[Wrong]]) -> None:
+        arguments, wrongs = drawn
+        for wrong in wrongs:
+            refuses(cuflash.attention_decode, arguments, wrong)
 
     run()
 
@@ -713,7 +700,7 @@ def wrong_merges(draw: Any) -> tuple[str, dict[str, Any], Wrong]:
     if kind == "count":
         return function, arguments, Wrong({name: [*arguments[name], arguments[name][0]]}, (f"{name} has {parts + 1}",))
     if kind == "layout":
-        return function, arguments, draw(wrong_option(("layout",)))
+        return function, arguments, draw(st.sampled_from(wrong_options(("layout",))))
     if kind == "result":
         assume(results)
         which = draw(st.sampled_from(sorted(results)))
