@@ -20,6 +20,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 from packaging.metadata import Metadata
@@ -186,15 +187,19 @@ def oldest(project: str) -> list[str]:
     pairs = re.findall(r'"([\w-]+)>=([\d.]+)"', line)
     if len(pairs) != line.count(",") + 1:
         raise SystemExit(f"error: dependencies = [{line}] are not all of the form name>=version")
-    return [f"{name}=={version}" for name, version in pairs]
+    return [f"{name}=={least}" for name, least in pairs]
 
 
 def use(interpreter: str, wheel: Path, libraries: list[str], folder: Path) -> str:
     """Install the wheel into a new environment and run the checks there; the versions of what it found."""
-    run(interpreter, "-m", "venv", "--without-pip", folder)
+    reaches = tuple(map(int, version("pip").split(".")[:2])) >= (
+        22,
+        3,
+    )  # whether pip installs elsewhere, which saves time
+    run(interpreter, "-m", "venv", *(["--without-pip"] if reaches else []), folder)
     python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
-    run(*pip, "install", "--quiet", "--only-binary", ":all:", wheel, *libraries)
+    pip = [sys.executable, "-m", "pip", "--python", python] if reaches else [python, "-m", "pip"]
+    run(*pip, "--disable-pip-version-check", "install", "--quiet", "--only-binary", ":all:", wheel, *libraries)
     run(python, "-I", "-c", CHECKS, cwd=folder)
     run(python, "-I", "-m", "cuflash", "info", cwd=folder)
     shown = (
