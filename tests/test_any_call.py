@@ -18,7 +18,7 @@ from tests.drawn_calls import Drawn, Host, cases, check, decode_cases, drawn, dr
 from tests.packs import Judge, Pack
 
 
-@drawn_calls(400)
+@drawn_calls(300)
 @given(drawn())
 def test_attention(call: Drawn) -> None:
     check(Host(), call)
