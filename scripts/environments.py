@@ -54,6 +54,15 @@ for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
         error = abs(got.astype(np.float64) - expected).max()
         assert error < limit * max(1, abs(expected).max()), (dtype, error)
     assert {"dbias", "dsinks", "dheat"} <= set(grads._fields)
+
+class Exporter:
+    def __init__(self, array): self.array = array
+    def __dlpack__(self, **options): return self.array.__dlpack__(**options)
+    def __dlpack_device__(self): return self.array.__dlpack_device__()
+
+target = np.zeros((2, 4, 9, 8))
+cuflash.attention(*map(Exporter, (q, k, v)), out=Exporter(target))
+assert (target == cuflash.attention(q, k, v)).all()
 packed, offsets = rng.standard_normal((5, 2, 8)), [0, 2, 5]
 cuflash.attention_varlen_vjp(packed, packed, packed, offsets, offsets)[1](packed)
 part = cuflash.attention(q, k, v, return_lse=True)

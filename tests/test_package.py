@@ -73,7 +73,7 @@ def test_the_wheel_asks_for_what_the_package_needs(wheel):
     metadata = archive.read(f"cuflash-{cuflash.__version__}.dist-info/METADATA").decode()
     wanted = {
         "Requires-Python: >=3.10",
-        "Requires-Dist: numpy>=2.0",
+        "Requires-Dist: numpy>=2.2.5",
         "Requires-Dist: ml-dtypes>=0.5",
         "Requires-Dist: cupy-cuda12x>=14.0; extra == 'cuda12'",
         "Requires-Dist: cuda-toolkit[cudart,nvrtc]<13,>=12.9; extra == 'cuda12'",
@@ -131,7 +131,7 @@ def test_a_wheel_that_no_registry_takes(wheel, tmp_path, monkeypatch):
 
 def test_fresh_environments_have_the_oldest_and_the_newest_libraries():
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert environments.oldest(project) == ["numpy==2.0", "ml_dtypes==0.5"]
+    assert environments.oldest(project) == ["numpy==2.2.5", "ml_dtypes==0.5"]
     plans = list(environments.plans([10, 12]))
     assert [plan[:2] for plan in plans] == [
         ("oldest libraries", 10),
@@ -254,7 +254,7 @@ def test_the_environment_follows_the_requirements(checkout):
     project = checkout / "pyproject.toml"
     project.write_text(project.read_text() + "\n[tool.other]\nx = 1\n")
     assert prepared(checkout, "test") == []
-    project.write_text(project.read_text().replace("numpy>=2.0", "numpy>=2.1"))
+    project.write_text(project.read_text().replace("numpy>=2.2.5", "numpy>=2.3"))
     assert prepared(checkout, "test") == [f"{checkout}[test]"]
 
 
