@@ -148,6 +148,7 @@ def attention(
             [2.]]])
     """
     key = None
+    check_flag("return_lse", return_lse)
     check_flag("batch_invariant", batch_invariant)
     eight_bit = (q_scale, k_scale, v_scale, out_dtype)
     plain = not (modifiers or batch_invariant) and all(x is None for x in eight_bit)
@@ -397,6 +398,7 @@ def attention_vjp(
     """
     refuse_narrow(q, k, v)
     modifiers = keep(modifiers)
+    check_flag("return_lse", return_lse)
     order_of_sums(deterministic, batch_invariant)
     options: dict[str, Any] = {
         "scale": scale,
@@ -500,6 +502,7 @@ def attention_varlen(
     >>> cuflash.attention_varlen(q, k, v, [0, 2, 3], [0, 2, 3]).ravel()
     array([2., 2., 9.])
     """
+    check_flag("return_lse", return_lse)
     offsets, maxima = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     home, call, native = enter_packed(
         q, k, v, offsets, maxima, present(out=out), scale, causal, window, softcap, modifiers, backend
@@ -639,6 +642,7 @@ def attention_varlen_vjp(
     >>> vjp(np.ones_like(out)).dv.ravel()
     array([0.5, 0.5, 1. ])
     """
+    check_flag("return_lse", return_lse)
     order_of_sums(deterministic, batch_invariant=False)
     options: dict[str, Any] = {
         "max_seqlen_q": max_seqlen_q,

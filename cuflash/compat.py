@@ -4,12 +4,17 @@
 2.8 (https://github.com/Dao-AILab/flash-attention), `scaled_dot_product_attention` is that of PyTorch 2.11.  Arrays may be of
 any kind that cuflash takes; the systems themselves are not needed.  These calls go forward only: for gradients there are
 `cuflash.attention_vjp` and `cuflash.attention_varlen_vjp`.  An argument that cuflash cannot honour is refused, never ignored.
+
+Dropout is that of the originals in what it does to weights, with other random numbers: no call here knows their generators,
+nor what `torch.manual_seed` has set.  Without a `dropout_seed`, which the originals do not have, each call asks the operating
+system for a seed of its own; with one, equal calls give equal bits, and `cuflash.dropout_mask` tells which weights stay.
 """
 
 from __future__ import annotations
 
 import operator
 import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Number
@@ -19,15 +24,24 @@ import numpy as np
 
 from cuflash import api, arrays, decode
 from cuflash.errors import ArgumentError, ShapeError, UnsupportedError
-from cuflash.modifiers import ALiBi
+from cuflash.modifiers import ALiBi, Dropout, Modifier
 from cuflash.modifiers.base import device_of, module_of
 from cuflash.problem import finite, softcap_or_none
 
 UNBOUNDED = (-1, -1)
 #: cuflash's names of arguments that errors may name, and the callers'
-FLASH = {"scale": "softmax_scale", "window": "window_size", "slopes of ALiBi": "alibi_slopes"}
+SEED = {"seed": "dropout_seed[0]", "offset": "dropout_seed[1]"}
+FLASH = {"scale": "softmax_scale", "window": "window_size", "slopes of ALiBi": "alibi_slopes", **SEED}
 CACHE = {**FLASH, "lengths": "cache_seqlens", "page_table": "block_table", "k_new": "k", "v_new": "v"}
-TORCH = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "causal": "is_causal"}
+TORCH = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "mask": "attn_mask",
+    "bias": "attn_mask",
+    "causal": "is_causal",
+    **SEED,
+}
 
 
 def flash_attn_func(
@@ -44,6 +58,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     backend: str | None = None,
+    dropout_seed: tuple[Any, Any] | None = None,
 ) -> Any:
     """`flash_attn_func` of flash-attn 2.8, by `cuflash.attention`.
 
@@ -55,7 +70,8 @@ def flash_attn_func(
         (batch, seq_k, heads_k, head_dim) and (batch, seq_k, heads_k, head_dim_v), dtype of q; heads_q is a multiple of
         heads_k.
     dropout_p
-        0.0; anything else is refused.
+        From 0 to less than 1: the probability with which each weight becomes 0, the others are multiplied by 1 / (1 - p).
+        The random numbers are not those of the original.
     softmax_scale
         Multiplies the logits; None is 1/√head_dim.
     causal
@@ -69,9 +85,12 @@ def flash_attn_func(
     deterministic
         True or False: the forward always repeats bit for bit.
     return_attn_probs
-        Also return the log-sum-exp, and None where the original has what dropout left of the weights.
+        Also return the log-sum-exp, and None where the original has what dropout left of the weights; refused together with
+        dropout.
     backend
         As for `cuflash.attention`; the original has none.
+    dropout_seed
+        (seed, offset) of `cuflash.Dropout`; None is a new seed for each call.  The original has none.
 
     Returns
     -------
@@ -102,8 +121,9 @@ def flash_attn_func(
     2.0
     """
     check_backward_only(deterministic)
-    api.check_flag("return_attn_probs", return_attn_probs)
-    options = flash_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    check_probabilities(return_attn_probs, dropout_p)
+    dropout = dropout_of(dropout_p, dropout_seed)
+    options = flash_options(dropout, softmax_scale, causal, window_size, softcap, alibi_slopes)
     with named(FLASH):
         out, lse = api.attention(q, k, v, layout="bshd", return_lse=True, backend=backend, **options)
     return (out, lse, None) if return_attn_probs else out
@@ -121,6 +141,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     backend: str | None = None,
+    dropout_seed: tuple[Any, Any] | None = None,
 ) -> Any:
     """`flash_attn_qkvpacked_func` of flash-attn 2.8, by `cuflash.attention`.
 
@@ -128,7 +149,7 @@ def flash_attn_qkvpacked_func(
     ----------
     qkv
         (batch, seq, 3, heads, head_dim): queries, keys and values in one array, which is not copied.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, backend
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, backend, dropout_seed
         As for `flash_attn_func`.
 
     Returns
@@ -161,10 +182,10 @@ def flash_attn_qkvpacked_func(
             f"qkv has shape {packed.shape}: must be (batch, seq, 3, heads, head_dim); pass queries, keys and values of other "
             "shapes to flash_attn_func"
         )
-    api.check_flag("return_attn_probs", return_attn_probs)
+    check_probabilities(return_attn_probs, dropout_p)
     if alibi_slopes is not None:
         alibi_slopes = arrays.modifier_array("alibi_slopes", alibi_slopes, home)
-    out, lse, _ = flash_attn_func(
+    found = flash_attn_func(
         packed[:, :, 0],
         packed[:, :, 1],
         packed[:, :, 2],
@@ -175,10 +196,11 @@ def flash_attn_qkvpacked_func(
         softcap,
         alibi_slopes,
         deterministic,
-        True,
+        return_attn_probs,
         backend=backend,
+        dropout_seed=dropout_seed,
     )
-    return (home.give(out), home.give(lse), None) if return_attn_probs else home.give(out)
+    return (home.give(found[0]), home.give(found[1]), None) if return_attn_probs else home.give(found)
 
 
 def flash_attn_varlen_func(
@@ -200,6 +222,7 @@ def flash_attn_varlen_func(
     block_table: Any = None,
     *,
     backend: str | None = None,
+    dropout_seed: tuple[Any, Any] | None = None,
 ) -> Any:
     """`flash_attn_varlen_func` of flash-attn 2.8, by `cuflash.attention_varlen`.
 
@@ -213,7 +236,7 @@ def flash_attn_varlen_func(
         int32, (batch + 1,): where each sequence begins, and where the last ends.
     max_seqlen_q, max_seqlen_k
         No sequence is longer; offsets on a device are then not read by the host.
-    dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, backend
+    dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, backend, dropout_seed
         As for `flash_attn_func`, with the positions and lengths of each sequence.
     alibi_slopes
         (heads_q,); slopes of each sequence, (batch, heads_q), are refused.
@@ -258,7 +281,9 @@ def flash_attn_varlen_func(
             f"alibi_slopes has shape {np.shape(alibi_slopes)}: packed sequences take one slope for each head, (heads_q,); call "
             "flash_attn_func for each sequence, or for a padded batch"
         )
-    options = flash_options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    check_probabilities(return_attn_probs, dropout_p)
+    dropout = dropout_of(dropout_p, dropout_seed)
+    options = flash_options(dropout, softmax_scale, causal, window_size, softcap, alibi_slopes)
     with named(FLASH):
         out, lse = api.attention_varlen(
             q,
@@ -362,7 +387,7 @@ def flash_attn_with_kvcache(
     >>> v_cache.ravel()
     array([1., 3., 8., 0.])
     """
-    options = flash_options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = flash_options((), softmax_scale, causal, window_size, softcap, alibi_slopes)
     for name, flag in (("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse)):
         api.check_flag(name, flag)
     if cache_leftpad is not None:
@@ -430,6 +455,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     backend: str | None = None,
+    dropout_seed: tuple[Any, Any] | None = None,
 ) -> Any:
     """`torch.nn.functional.scaled_dot_product_attention` of PyTorch 2.11, by `cuflash.attention`.
 
@@ -443,7 +469,8 @@ def scaled_dot_product_attention(
         Broadcastable to (*batch, heads_q, seq_q, seq_k): bool, True = the key takes part; or logits to add, dtype of `query`.
         Not together with `is_causal`.
     dropout_p
-        0.0; anything else is refused.
+        From 0 to less than 1: the probability with which each weight becomes 0, the others are multiplied by 1 / (1 - p).
+        The random numbers are not those of the original, which also takes 1.
     is_causal
         True: query i sees key j iff j <= i, the top left corner, whatever the lengths.
     scale
@@ -452,6 +479,8 @@ def scaled_dot_product_attention(
         True: heads_q may be a multiple of heads_k; False: they are equal.
     backend
         As for `cuflash.attention`; the original has none.
+    dropout_seed
+        As for `flash_attn_func`.
 
     Returns
     -------
@@ -476,7 +505,7 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(query, key, value, is_causal=True).item()  # the top left corner: the first key alone
     1.0
     """
-    check_dropout(dropout_p)
+    dropout = dropout_of(dropout_p, dropout_seed)
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         api.check_flag(name, flag)
     given = {"query": query, "key": key, "value": value, **api.present(attn_mask=attn_mask)}
@@ -509,6 +538,7 @@ def scaled_dot_product_attention(
             causal="top_left" if is_causal else False,
             mask=None if is_bias else mask,
             bias=mask if is_bias else None,
+            modifiers=dropout,
             backend=backend,
         )
     return home.give(out[0] if single else out)
@@ -527,11 +557,34 @@ def named(names: dict[str, str]) -> Iterator[None]:
         raise type(error)(f"{error} ({', '.join(found)})") from error
 
 
-def check_dropout(dropout_p: Any) -> None:
-    if finite("dropout_p", dropout_p, "float64") != 0:
+def dropout_of(dropout_p: Any, dropout_seed: Any) -> tuple[Modifier, ...]:
+    """The dropout of a call; with a seed of its own where none is given."""
+    p = finite("dropout_p", dropout_p, "float64")
+    if not 0 <= p < 1:
+        raise ArgumentError(
+            f"dropout_p={dropout_p!r:.80}: must be from 0 to less than 1, the probability to drop a weight"
+        )
+    if dropout_seed is None:
+        if p == 0:
+            return ()
+        dropout_seed = secrets.randbits(64), 0
+    if not isinstance(dropout_seed, (tuple, list)) or len(dropout_seed) != 2:
+        raise ArgumentError(
+            f"dropout_seed={dropout_seed!r:.80}: must be a pair (seed, offset) as cuflash.Dropout takes them, or None for a new "
+            "seed at each call"
+        )
+    with named({"p": "dropout_p"}):
+        return (Dropout(p, *dropout_seed),)
+
+
+def check_probabilities(return_attn_probs: Any, dropout_p: Any) -> None:
+    """Raise where what dropout left of the weights is asked for: they are never stored."""
+    api.check_flag("return_attn_probs", return_attn_probs)
+    if return_attn_probs and finite("dropout_p", dropout_p, "float64") != 0:
         raise UnsupportedError(
-            f"dropout_p={dropout_p!r:.80}: these calls have no generator to draw from; pass 0.0, as for evaluation, or call "
-            "cuflash.attention with modifiers=(cuflash.Dropout(p, seed, offset),)"
+            f"return_attn_probs=True with dropout_p={dropout_p!r:.80}: the weights are never stored; for the log-sum-exp call "
+            "cuflash.attention(..., return_lse=True) with modifiers=(cuflash.Dropout(p, seed, offset),), of which "
+            "cuflash.dropout_mask tells the weights that stay"
         )
 
 
@@ -541,10 +594,9 @@ def check_backward_only(deterministic: Any) -> None:
 
 
 def flash_options(
-    dropout_p: Any, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any
+    dropout: tuple[Modifier, ...], softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Any
 ) -> dict[str, Any]:
     """Options of cuflash's calls that mean what those of flash-attn do."""
-    check_dropout(dropout_p)
     api.check_flag("causal", causal)
     cap = softcap_or_none(softcap, "float64")
     return {
@@ -552,7 +604,7 @@ def flash_options(
         "causal": bool(causal),
         "window": window_of(window_size),
         "softcap": cap,
-        "modifiers": () if alibi_slopes is None else (ALiBi(alibi_slopes),),
+        "modifiers": dropout if alibi_slopes is None else (*dropout, ALiBi(alibi_slopes)),
     }
 
 

@@ -118,6 +118,7 @@ def attention_decode(
     >>> v.ravel()
     array([ 1.,  3.,  8., nan])
     """
+    api.check_flag("return_lse", return_lse)
     key, given = None, {"k_cache": k_cache, "v_cache": v_cache, **api.present(k_new=k_new, v_new=v_new)}
     if _launch is not None and out is None and not modifiers and not checked:
         named = {"q": q, "k": k_cache, "v": v_cache, "lengths": lengths, "page_table": page_table}

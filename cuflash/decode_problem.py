@@ -93,8 +93,9 @@ def describe(
                 f"{name} has shape {x.shape}: must have the 4 axes ({first}, {order}, head_dim) in layout {layout!r}; add "
                 "an axis of length 1, or merge batch axes with reshape"
             )
-    dtype = check_dtypes(native["q"], native["k_cache"], native["v_cache"])
-    q, k, v = (canonical(native[name], layout) for name in ("q", "k_cache", "v_cache"))
+    names = ("q", "k_cache", "v_cache")
+    dtype = check_dtypes(native["q"], native["k_cache"], native["v_cache"], names)
+    q, k, v = (canonical(native[name], layout) for name in names)
     batch, heads_q, seq_q, head_dim = q.shape
     heads_k, head_dim_v = v.shape[1], v.shape[3]
     page_size = pages = 0

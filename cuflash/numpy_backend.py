@@ -516,6 +516,8 @@ def tile_sizes(problem: Problem, block_q: int | None, block_k: int | None) -> tu
 
 def boxes(shape: tuple[int, ...], count: int) -> Iterator[tuple[slice, ...]]:
     """Cut an index space into boxes of at most `count` points, in memory order; each box is one slice per axis."""
+    if 0 in shape:  # wherever the 0 stands, no box has a point
+        return
     inner, axis = 1, len(shape) - 1
     while axis > 0 and inner * shape[axis] <= count:
         inner *= shape[axis]

@@ -346,9 +346,9 @@ def refuse_narrow(*arrays: Any) -> None:
             )
 
 
-def check_dtypes(q: Any, k: Any, v: Any, narrow: bool = False) -> str:
-    """The one dtype of q, k and v; `narrow` tells that it may be the 8-bit one."""
-    dtypes = {name: dtype_name(x.dtype) for name, x in (("q", q), ("k", k), ("v", v))}
+def check_dtypes(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v"), *, narrow: bool = False) -> str:
+    """The one dtype of q, k and v, which the caller knows by these names; `narrow` tells that it may be the 8-bit one."""
+    dtypes = {name: dtype_name(x.dtype) for name, x in zip(names, (q, k, v), strict=True)}
     for name, dtype in dtypes.items():
         if dtype not in (*DTYPES, NARROW):
             bits = BITS.get(dtype, "")
@@ -357,10 +357,12 @@ def check_dtypes(q: Any, k: Any, v: Any, narrow: bool = False) -> str:
             )
     if len(set(dtypes.values())) > 1:
         found = ", ".join(f"{n} {d}" for n, d in dtypes.items())
-        raise ArgumentError(f"q, k and v must have one dtype, found {found}; convert them to a common one")
+        raise ArgumentError(
+            f"{names[0]}, {names[1]} and {names[2]} must have one dtype, found {found}; convert them to a common one"
+        )
     if not narrow:
         refuse_narrow(q)
-    return dtypes["q"]
+    return dtypes[names[0]]
 
 
 def check_shapes(q: Any, k: Any, v: Any, layout: str) -> None:

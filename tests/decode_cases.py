@@ -80,8 +80,8 @@ class DecodeCase:
 
         new = {}
         if self.seq_new:
-            for name, parts in (("k_new", keys), ("v_new", values)):
-                x = np.full((batch, self.heads_k, self.seq_new, parts[0].shape[-1]), np.nan, dtype)
+            for name, parts, width in (("k_new", keys, self.head_dim), ("v_new", values, head_dim_v)):
+                x = np.full((batch, self.heads_k, self.seq_new, width), np.nan, dtype)
                 for entry, (part, n) in enumerate(zip(parts, self.lengths, strict=True)):
                     x[entry, :, : totals[entry] - n] = part[:, n:]
                 new[name] = x

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import doctest
 import gc
-import importlib
 import inspect
 import pickle
 import weakref
@@ -295,16 +293,3 @@ def test_every_call_documents_every_parameter(call: Any) -> None:
     documented = {name for line in listed.splitlines() if not line.startswith(" ") for name in line.split(", ")}
     assert set(inspect.signature(call).parameters) <= documented
     assert "arXiv:2205.14135" in text
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        *("api", "numpy_backend", "reference"),
-        *(f"modifiers.{name}" for name in ("alibi", "blocks", "documents", "dropout", "lengths", "sinks")),
-    ],
-)
-def test_examples_in_the_documentation_run(module: str) -> None:
-    result = doctest.testmod(importlib.import_module(f"cuflash.{module}"))
-    assert result.attempted > 0
-    assert result.failed == 0

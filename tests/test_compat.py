@@ -517,7 +517,30 @@ SOME = ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"
 CACHE = "flash_attn_with_kvcache"
 TORCH = "scaled_dot_product_attention"
 REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], type[Exception]]] = [
-    *((call, {"dropout_p": 0.1}, ("dropout_p=0.1", "pass 0.0"), UnsupportedError) for call in (*SOME, TORCH)),
+    *((call, {"dropout_p": 1.0}, ("dropout_p=1.0", "less than 1"), ArgumentError) for call in (*SOME, TORCH)),
+    *((call, {"dropout_p": 1 - 1e-9}, ("2^-16", "p is dropout_p here"), ArgumentError) for call in (*SOME, TORCH)),
+    *(
+        (call, {"dropout_p": 0.1, "dropout_seed": 3}, ("dropout_seed=3", "pair"), ArgumentError)
+        for call in (*SOME, TORCH)
+    ),
+    *(
+        (
+            call,
+            {"dropout_p": 0.1, "dropout_seed": ("x", 0)},
+            ("seed='x'", "seed is dropout_seed[0] here"),
+            ArgumentError,
+        )
+        for call in (*SOME, TORCH)
+    ),
+    *(
+        (
+            call,
+            {"dropout_p": 0.1, "return_attn_probs": True},
+            ("return_attn_probs=True", "dropout_mask"),
+            UnsupportedError,
+        )
+        for call in SOME
+    ),
     *((call, {"dropout_p": "x"}, ("dropout_p='x'", "real number"), ArgumentError) for call in (*SOME, TORCH)),
     *((call, {"deterministic": None}, ("deterministic=None",), ArgumentError) for call in SOME),
     *((call, {"return_attn_probs": 1}, ("return_attn_probs=1",), ArgumentError) for call in SOME),
@@ -633,6 +656,50 @@ def test_refused(call: str, changes: dict[str, Any], words: tuple[str, ...], err
     assert all((given[name] == x).all() for name, x in before.items())
 
 
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+WITH_DROPOUT = (*SOME, TORCH)
+
+
+@pytest.mark.parametrize("call", WITH_DROPOUT)
+def test_dropout_is_that_of_its_seed(call: str) -> None:
+    """The weights that `dropout_mask` says stay, divided by 1 - p, whoever asks; none are dropped for p = 0."""
+    dropout, given = cuflash.Dropout(0.25, seed=7, offset=1 << 40), GIVEN[call]
+    out = getattr(compat, call)(**given, dropout_p=0.25, dropout_seed=(7, 1 << 40))
+    if call == "flash_attn_qkvpacked_func":
+        q, k, v = (given["qkv"][:, :, i] for i in range(3))
+    else:
+        q, k, v = (given[name] for name in (("query", "key", "value") if call == TORCH else "qkv"))
+    layout, offsets = "bhsd" if call == TORCH else "bshd", []
+    if call == "flash_attn_varlen_func":
+        offsets = [given["cu_seqlens_q"], given["cu_seqlens_k"]]
+        want = cuflash.attention_varlen(q, k, v, *offsets, modifiers=[dropout])
+    else:
+        heads_first = [x if layout == "bhsd" else x.swapaxes(1, 2) for x in (q, k)]
+        weights = cuflash.attention_weights(*heads_first, range(heads_first[0].shape[-2]))
+        kept = cuflash.dropout_mask(dropout, weights.shape)
+        assert 0 < kept.mean() < 1
+        values = v if layout == "bhsd" else v.swapaxes(1, 2)
+        values = values.repeat(weights.shape[-3] // values.shape[-3], axis=-3)
+        want = (weights * kept / 0.75) @ values
+        want = want if layout == "bhsd" else want.swapaxes(1, 2)
+    np.testing.assert_allclose(out, want, atol=1e-12)
+    plain = getattr(compat, call)(**given)
+    np.testing.assert_array_equal(getattr(compat, call)(**given, dropout_p=0.0, dropout_seed=(7, 0)), plain)
+
+
+@pytest.mark.parametrize("call", WITH_DROPOUT)
+def test_dropout_without_a_seed_is_new_each_time(call: str) -> None:
+    found = [getattr(compat, call)(**GIVEN[call], dropout_p=0.5) for _ in range(2)]
+    assert (found[0] != found[1]).any()
+
+
+def test_dropout_keeps_the_mean() -> None:
+    q, k = np.zeros((1, 4000, 1, 4)), np.zeros((1, 8, 1, 4))
+    out = compat.flash_attn_func(q, k, np.ones((1, 8, 1, 1)), dropout_p=0.3)
+    assert abs(out.mean() - 1) < 0.05
+    assert set((out * 8 * 0.7).round(3).ravel()) <= set(range(9))
+
+
 # ---- signatures ------------------------------------------------------------------------------------------------------
 COMMON: dict[str, Any] = {"softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0}
 TAIL: dict[str, Any] = {"alibi_slopes": None, "deterministic": False, "return_attn_probs": False}
@@ -671,10 +738,11 @@ SIGNATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_names_order_and_defaults_are_those_of_the_original(name: str) -> None:
     parameters = inspect.signature(getattr(compat, name)).parameters
-    assert {p.name: p.default for p in parameters.values()} == {**SIGNATURES[name], "backend": None}
-    assert list(parameters) == [*SIGNATURES[name], "backend"]
+    own = ["backend", "dropout_seed"] if "dropout_p" in SIGNATURES[name] else ["backend"]
+    assert {p.name: p.default for p in parameters.values()} == {**SIGNATURES[name], **dict.fromkeys(own)}
+    assert list(parameters) == [*SIGNATURES[name], *own]
     named = {p.name for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert named == {"backend"} | ({"scale", "enable_gqa"} if name == TORCH else set())
+    assert named == set(own) | ({"scale", "enable_gqa"} if name == TORCH else set())
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

@@ -137,7 +137,11 @@ PAGES = good()["k_cache"].shape[0]
 REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...], type[Exception]]] = {
     "axes of q": ({"q": numbers(4, 2, 16)}, ("q has shape (4, 2, 16)", "4 axes"), ShapeError),
     "axes of a pool": ({"k_cache": numbers(3, 16, 16)}, ("k_cache has shape", "pages"), ShapeError),
-    "dtypes": ({"q": numbers(2, 4, 2, 16, dtype=np.float16)}, ("one dtype", "float16", "float32"), ArgumentError),
+    "dtypes": (
+        {"q": numbers(2, 4, 2, 16, dtype=np.float16)},
+        ("one dtype", "q float16", "k_cache float32"),
+        ArgumentError,
+    ),
     "integers": ({"q": numbers(2, 4, 2, 16, dtype=int)}, ("q has dtype int64", "astype"), ArgumentError),
     "heads": ({"q": numbers(2, 3, 2, 16)}, ("heads of q (3)", "heads of k and v (2)"), ShapeError),
     "head_dim": ({"q": numbers(2, 4, 2, 8)}, ("same head_dim", "q (2, 4, 2, 8)"), ShapeError),
@@ -190,6 +194,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...], type[Exception]]] = {
     "softcap": ({"softcap": 0}, ("softcap=0", "greater than 0"), ArgumentError),
     "scale": ({"scale": np.nan}, ("scale=nan", "finite"), ArgumentError),
     "layout": ({"layout": "sbhd"}, ("layout='sbhd'", "'bshd'"), ArgumentError),
+    "return_lse": ({"return_lse": 1}, ("return_lse=1", "True or False"), ArgumentError),
     "checked": ({"checked": 1}, ("checked=1", "True or False"), ArgumentError),
     "KeyLengths": ({"modifiers": (cuflash.KeyLengths([1, 1]),)}, ("KeyLengths", "lengths="), ArgumentError),
     "Documents": (

@@ -243,6 +243,11 @@ def test_an_unknown_option_is_pythons_own_error() -> None:
         cuflash.attention(**good(), dropout_p=0.1)
 
 
+@pytest.mark.parametrize("function", [cuflash.attention, cuflash.attention_vjp])
+def test_a_flag_that_is_none(function: Callable[..., Any]) -> None:
+    refuses(Case(lambda _: {}, ("return_lse=1", "True or False")), function, good() | {"return_lse": 1})
+
+
 # ---- out= ------------------------------------------------------------------------------------------------------------
 def read_only(x: np.ndarray) -> np.ndarray:
     x.flags.writeable = False

@@ -200,7 +200,7 @@ def test_other_dtypes(dtype: Any, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 3), (2, 1, 3), (2, 1, 1, 3), (0,), (2, 0, 3)])
+@pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 3), (2, 1, 3), (2, 1, 1, 3), (0,), (1, 0), (2, 0, 3)])
 @pytest.mark.parametrize("variant", [contiguous, transposed, step_2])
 def test_leading_axes(batch: tuple[int, ...], variant: Variant, layout: str) -> None:
     check(arguments(layout, batch), layout, dict.fromkeys(ARRAYS, variant))

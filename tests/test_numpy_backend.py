@@ -93,7 +93,7 @@ def test_many_short_heads_share_each_numpy_call():
 
 
 def test_chunks_cut_any_batch_into_disjoint_boxes():
-    for shape in ((5,), (3, 4), (2, 1, 3), (1, 1), (0, 3), (3, 2, 4)):
+    for shape in ((5,), (3, 4), (2, 1, 3), (1, 1), (0, 3), (1, 0), (2, 0, 3), (3, 2, 4)):
         for count in (1, 2, 5, 24):
             hit = np.zeros(shape, int)
             for box in numpy_backend.boxes(shape, count):

@@ -35,6 +35,7 @@ def load_script(name):
 
 tables = load_script("tables")
 bench = load_script("bench")
+environments = load_script("environments")
 
 
 # ---- the wheel ----
@@ -72,7 +73,7 @@ def test_the_wheel_asks_for_what_the_package_needs(wheel):
     metadata = archive.read(f"cuflash-{cuflash.__version__}.dist-info/METADATA").decode()
     wanted = {
         "Requires-Python: >=3.10",
-        "Requires-Dist: numpy>=2.0",
+        "Requires-Dist: numpy>=2.2.5",
         "Requires-Dist: ml-dtypes>=0.5",
         "Requires-Dist: cupy-cuda12x>=14.0; extra == 'cuda12'",
         "Requires-Dist: cuda-toolkit[cudart,nvrtc]<13,>=12.9; extra == 'cuda12'",
@@ -101,6 +102,46 @@ def test_the_wheel_computes(wheel, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_source_distribution_makes_the_same_wheel(tmp_path):
+    made, sdist = environments.build(ROOT, tmp_path / "dist")
+    environments.check_wheel(made)
+    environments.check_sdist(sdist, made, tmp_path)
+    with zipfile.ZipFile(made, "a") as archive:
+        archive.writestr("cuflash/more.py", "")
+    with pytest.raises(SystemExit, match=r"makes another wheel; these files differ: cuflash/more\.py"):
+        environments.check_sdist(sdist, made, tmp_path / "again")
+
+
+def test_a_wheel_that_no_registry_takes(wheel, tmp_path, monkeypatch):
+    bad = tmp_path / wheel.name
+    for old, new in ((b"Metadata-Version: ", b"Metadata-Version: x"), (b"text/markdown", b"text/plain")):
+        with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(bad, "w") as to:
+            for name in archive.namelist():
+                to.writestr(
+                    name, archive.read(name).replace(old, new) if name.endswith("METADATA") else archive.read(name)
+                )
+        with pytest.raises(SystemExit, match=r"^error: "):
+            environments.check_wheel(bad)
+    monkeypatch.setattr(environments, "LARGEST", 1000)
+    with pytest.raises(SystemExit, match="must have less than 1000"):
+        environments.check_wheel(wheel)
+
+
+def test_fresh_environments_have_the_oldest_and_the_newest_libraries():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert environments.oldest(project) == ["numpy==2.2.5", "ml_dtypes==0.5"]
+    plans = list(environments.plans([10, 12]))
+    assert [plan[:2] for plan in plans] == [
+        ("oldest libraries", 10),
+        ("newest libraries", 10),
+        ("newest libraries", 12),
+    ]
+    assert [bool(plan[2]) for plan in plans] == [True, False, False]
+    with pytest.raises(SystemExit, match="name>=version"):
+        environments.oldest('dependencies = ["numpy>=2.0", "other"]')
+    assert sys.version_info[1] in environments.interpreters()
 
 
 # ---- entry points ----
@@ -213,7 +254,7 @@ def test_the_environment_follows_the_requirements(checkout):
     project = checkout / "pyproject.toml"
     project.write_text(project.read_text() + "\n[tool.other]\nx = 1\n")
     assert prepared(checkout, "test") == []
-    project.write_text(project.read_text().replace("numpy>=2.0", "numpy>=2.1"))
+    project.write_text(project.read_text().replace("numpy>=2.2.5", "numpy>=2.3"))
     assert prepared(checkout, "test") == [f"{checkout}[test]"]
 
 
@@ -367,7 +408,7 @@ def test_pictures_are_drawn_from_what_is_measured(tmp_path, monkeypatch):
     assert {(row["system"], row["seq_q"]) for row in rows} == {(s, n) for s in ("cuflash", "plain") for n in (16, 32)}
     drawn = {path.name for path in tmp_path.glob("*.png") if path.read_bytes().startswith(b"\x89PNG")}
     shown = re.findall(r"!\[[^]]+\]\(docs/([^)]+)\)", README)
-    assert set(shown) == drawn == {path.name for path in (ROOT / "docs").iterdir()}
+    assert set(shown) == drawn == {path.name for path in (ROOT / "docs").glob("*.png")}
     assert all((ROOT / "docs" / name).stat().st_size < 60_000 for name in shown), "the repository is to stay small"
 
 

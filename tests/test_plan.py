@@ -1,6 +1,7 @@
 """Plans: how the batch is walked, what is aligned, what fits the grid, and what a plan depends on."""
 
 import ctypes
+import importlib
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -14,6 +15,7 @@ from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
 from cuflash.place import Placed, merged_batch, placed
 from cuflash.problem import MAX_SEQ, Call, describe
 from tests.cases import DTYPES, STRIDES
+from tests.test_errors import device_array
 
 DEVICE = described_device(100)
 
@@ -436,3 +438,22 @@ def test_positions_stay_below_32_bits():
         assert q + int(record["window_first"]) <= 0
         assert k - int(record["window_first"]) + 1 < 2**31
         assert k - int(record["window_last"]) <= 0
+
+
+@pytest.mark.parametrize("module", ["launch", "decode_launch"])
+def test_numbers_that_print_alike_share_no_plan(module):
+    """Calls are replayed by the text of their options, in which arrays leave digits out."""
+    x = device_array((1, 1, 1, 1))
+    launch = importlib.import_module(f"cuflash.{module}")
+
+    def signature(scale):
+        options = (scale, False, None, None, "bhsd", False, None)
+        arrays = ({"q": x},) if module == "decode_launch" else (x, x, x, None, None)
+        return launch.signature(*arrays, options)
+
+    near = 0.1, 0.1 + 1e-12
+    assert repr(np.array(near[0])) == repr(np.array(near[1]))
+    assert [signature(np.array(scale)) for scale in near] == [None, None]
+    for kind in (float, np.float64):
+        assert signature(kind(near[0])) not in (None, signature(kind(near[1])))
+        assert signature(kind(near[0])) == signature(kind(near[0]))

@@ -259,9 +259,10 @@ def floors(call, dout=None, dlse=None):
 
         group_relative = relative.reshape(*relative.shape[:-1], problem.heads_k, problem.group).max(axis=-1)
         g = numbers(dout)
-        # Sums of the accumulator: dP and δ may cancel, so each counts with its absolute terms.
+        # Sums of the accumulator: dP, δ and dlse may cancel, so each counts with its absolute terms.
         dp = factors * (abs(g) @ transpose(abs(v)))
-        ds = p * (dp + (p * dp).sum(axis=-1, keepdims=True))
+        of_lse = 0 if dlse is None else abs(numbers(dlse))[..., None]
+        ds = p * (dp + (p * dp).sum(axis=-1, keepdims=True) + of_lse)
         result["dq"] = relative * scale * matrix_max(ds @ abs(k))
         result["dk"] = group_relative * scale * matrix_max(grouped(transpose(ds) @ abs(q)))
         result["dv"] = group_relative * matrix_max(grouped(transpose(dropped) @ abs(g)))
@@ -271,7 +272,7 @@ def floors(call, dout=None, dlse=None):
         delta2 = (g**2 * (dropped @ v) ** 2).sum(axis=-1, keepdims=True)
         if "sinks" in call.operands:  # nothing but δ and dlse, which may cancel
             p_sink, shape = np.nan_to_num(dense.p_sink), call.operands["sinks"].shape
-            terms = (p * abs(dp)).sum(axis=-1, keepdims=True) + (0 if dlse is None else abs(numbers(dlse))[..., None])
+            terms = (p * abs(dp)).sum(axis=-1, keepdims=True) + of_lse
             result["dsinks"] = relative.max(initial=0) * matrix_max(sum_to(p_sink * terms, shape))
             result["dsinks"] += half * matrix_max(sum_to(p_sink * np.sqrt(delta2), shape))
         result["dq"] += half * scale * rms_max(ds2 @ k**2 + delta2 * (p @ k) ** 2)

@@ -87,3 +87,11 @@ def test_scaled_dot_product_attention(device: Device, kind: Kind, options: str) 
         given["attn_mask"] = ~hidden if options == "bool" else np.where(hidden, -np.inf, numbers(70, 90))
     called = {"enable_gqa": True, "is_causal": options == "causal"}
     check(device, kind, compat.scaled_dot_product_attention, given, called)
+
+
+def test_dropout(device: Device, kind: Kind) -> None:
+    """The same weights are dropped as on the host."""
+    given = {"q": numbers(2, 70, 4, 16), "k": numbers(2, 90, 2, 16, seed=1), "v": numbers(2, 90, 2, 16, seed=2)}
+    check(
+        device, kind, compat.flash_attn_func, given, {"causal": True, "dropout_p": 0.25, "dropout_seed": (7, 1 << 40)}
+    )
