@@ -192,12 +192,15 @@ def plan_backward(
         counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
     convert = schedule.convert(problem, main)
     names = chain_names(problem)
-    steps = checked(
-        Step(Variant(delta.kernel, problem.dtype, names, delta), delta.blocks(problem)),
-        Step(Variant(main.kernel, problem.dtype, names, main), main.blocks(problem)),
-        Step(Variant(convert.kernel, problem.dtype, names, convert), convert.blocks(problem)),
-    )
-    maps = steps[1].variant.maps
+    steps, split_bytes = steps_of(problem, names, delta, main, convert), {}
+    if isinstance(main, split.BackwardSplit):
+        before = split.splitting(problem, main.planes, aligned, backward=True)
+        rest = split.backward_rest(problem, device.shared_limit, aligned, main)
+        rest = replace(rest, deterministic=main.deterministic)
+        steps = [*steps_of(problem, split.names(names), *before), *steps_of(problem, names, delta, main, rest, convert)]
+        split_bytes = split.workspace(problem, main.planes, backward=True)
+    planned = checked(*steps)
+    maps = Variant(main.kernel, problem.dtype, names, main).maps
     values = {
         **common_values(problem),
         "rows_padded": padded,
@@ -212,13 +215,14 @@ def plan_backward(
         device,
         backend.name,
         reasons,
-        steps,
+        planned,
         template,
         offsets,
-        tensor_maps(steps[1].variant, problem, at),
+        tensor_maps(Variant(main.kernel, problem.dtype, names, main), problem, at),
         statistics_bytes=2 * real * lines,
         dq_sum_bytes=real * lines * main.dq_width,
         turns_bytes=4 * counters,
+        split_bytes=split_bytes,
     )
 
 

@@ -32,7 +32,7 @@ class ForwardSplitTile(NamedTuple):
 
 
 class BackwardTile(NamedTuple):
-    """Tile of backward_mma.cu."""
+    """Tile of backward_mma.cu and backward_split.cu."""
 
     block_q: int
     block_k: int
@@ -147,6 +147,17 @@ BACKWARD_MMA = (
     BackwardTile(32, 64, 8, 2, 2, 2, 1),
     BackwardTile(32, 64, 8, 2, 1, 1, 1),
     BackwardTile(32, 32, 2, 1, 1, 1, 1),
+    BackwardTile(16, 32, 2, 1, 1, 1, 1),
+    BackwardTile(16, 16, 1, 1, 1, 1, 1),
+)
+
+BACKWARD_SPLIT = (
+    BackwardTile(64, 64, 4, 2, 1, 1, 2),
+    BackwardTile(64, 64, 8, 4, 1, 1, 1),
+    BackwardTile(64, 64, 8, 2, 1, 1, 1),
+    BackwardTile(32, 64, 8, 2, 1, 1, 1),
+    BackwardTile(64, 32, 8, 4, 1, 1, 1),
+    BackwardTile(32, 32, 4, 2, 1, 1, 1),
     BackwardTile(16, 32, 2, 1, 1, 1, 1),
     BackwardTile(16, 16, 1, 1, 1, 1, 1),
 )

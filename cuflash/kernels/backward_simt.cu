@@ -15,6 +15,7 @@
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/epilogue.cuh"
+#include "attention/planes.cuh"
 
 constexpr int kHalf = Config::kWarps / 2;
 static_assert(Config::kWarps % 2 == 0, "two halves");
@@ -72,11 +73,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const int key_tiles = Place::key_tiles<Config::kBlockK>(p);
   int index = blockIdx.x;
   if constexpr (Config::kDeterministic) index = int(start_number(static_cast<u32*>(p.turns), shared_memory));
+  if constexpr (Config::kDeterministic && Config::kRest) index -= gridDim.x;  // as many blocks of backward_split.cu
   const Assignment assigned(p, index, key_tiles, p.batch_size * p.heads_k);
   const int batch_index = assigned.head / p.heads_k;
   Place place;
   place.head_k = assigned.head % p.heads_k;
   place.set_batch(p, batch_index);
+  if constexpr (Config::kRest)
+    if (is_split(p, place)) return;
   const int tile = place.enter_keys<Config::kBlockK>(p, assigned.tile);
   place.key_count = Visibility::key_count(p, place);
   const int first_head = place.head_k * p.group;

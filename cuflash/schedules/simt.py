@@ -165,6 +165,7 @@ class BackwardSimt:
     blocks_per_sm: int
     aligned: bool
     deterministic: bool = False  # blocks add to dq in turns
+    rest: bool = False  # only heads that backward_split.cu leaves
 
     @property
     def threads(self) -> int:
@@ -401,6 +402,24 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardSimt
     return best_backward(*sizes, itemsize, *longest_sides, has_slopes, taken, shared_limit, aligned)
 
 
+def backward_in(problem: Problem, sizes: tuple[int, int, int, int], shared_limit: int, aligned: bool) -> BackwardSimt:
+    """The backward whose tile has given sizes: columns of dK and of dV, queries, keys."""
+    head_dim, head_dim_v, block_q, block_k = sizes
+    has_slopes, modifiers = any(m.has_slope() for m in problem.modifiers), modifier_registers(problem)
+    return best_backward(
+        head_dim,
+        head_dim_v,
+        4,
+        block_q,
+        block_k,
+        has_slopes,
+        modifiers,
+        shared_limit,
+        aligned,
+        (block_q, block_k),
+    )
+
+
 @cache
 def best_backward(
     head_dim: int,
@@ -412,18 +431,23 @@ def best_backward(
     modifiers: int,
     shared_limit: int,
     aligned: bool,
+    tile: tuple[int, int] | None = None,
 ) -> BackwardSimt:
-    """The fastest by estimate of the tiles that fit."""
+    """The fastest by estimate of the tiles that fit; of `tile`, queries and keys, if it is given, and no wider than asked."""
     best: tuple[float, BackwardSimt] | None = None
     least = None
     for warps, block_q, block_k in product((8, 4, 2), (64, 32, 16, 8), (128, 96, 64, 32, 16, 8)):
         if (block_q > max_q and block_q > 16) or (block_k > max_k and block_k > 16):
+            continue
+        if tile not in (None, (block_q, block_k)):
             continue
         for score, key, query in product(
             spreads(warps // 2, block_q, block_k), spreads(warps // 2, block_k, 0), spreads(warps, block_q, 0)
         ):
             unit = 2 * max(key.column_units, query.column_units)
             width, width_v = padded(head_dim, unit), padded(head_dim_v, 2 * key.column_units)
+            if tile and width != head_dim:
+                continue
             scores = ThreadTile(block_q // score.row_units, block_k // score.column_units, itemsize)
             keys = ThreadTile(block_k // key.row_units, width // key.column_units, itemsize)
             values = ThreadTile(block_k // key.row_units, width_v // key.column_units, itemsize)
@@ -455,7 +479,7 @@ def best_backward(
                 best = time, replace(config, blocks_per_sm=blocks)
     if best is None and (modifiers or has_slopes):
         limits = (has_slopes and modifiers > 0, 3 * modifiers // 4, shared_limit, aligned)
-        return best_backward(head_dim, head_dim_v, itemsize, max_q, max_k, *limits)
+        return best_backward(head_dim, head_dim_v, itemsize, max_q, max_k, *limits, tile)
     if best is None:
         raise too_large("backward", head_dim, head_dim_v, itemsize, shared_limit, least)
     return best[1]

@@ -1,7 +1,7 @@
-"""Host side of forward_split.cu: float32 on tensor cores, as planes of float16 (kernels/attention/planes.cuh).
+"""Host side of forward_split.cu and backward_split.cu: float32 on tensor cores, as planes of float16 (attention/planes.cuh).
 
-Two kernels go before it: split_magnitudes.cu looks at every number, split_planes.cu writes the planes and decides which heads
-they stand for.  Behind it goes forward_simt.cu, which has the other heads; nobody waits for the host.
+Two kernels go before them: split_magnitudes.cu looks at every number, split_planes.cu writes the planes and decides which heads
+they stand for.  Behind them go forward_simt.cu and backward_simt.cu, which have the other heads; nobody waits for the host.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from cuflash import tuning
+from cuflash.errors import UnsupportedError
 from cuflash.modifiers import KeyLengths
 from cuflash.place import Placed
 from cuflash.problem import Problem
 from cuflash.schedules import mma, simt
-from cuflash.schedules.base import padded, query_tiles, tiles
-from cuflash.schedules.simt import ForwardSimt
+from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
+from cuflash.schedules.rows import BackwardConvertSimt
+from cuflash.schedules.simt import BackwardSimt, ForwardSimt
 
 if TYPE_CHECKING:
     from cuflash.backends import Device
@@ -70,6 +72,52 @@ class ForwardSplit:
     def blocks(self, problem: Problem) -> int:
         chunks = tiles(problem.head_dim_v, self.chunk)
         return query_tiles(problem, self.block_q) * chunks * problem.heads_q * problem.batch_size
+
+
+@dataclass(frozen=True)
+class BackwardSplit:
+    """Constants of backward_split.cu; the columns of warps of S and dP share the columns of dK and dV."""
+
+    kernel = "backward_split"
+    aligned = True  # the planes are, whatever they were made from
+    statistics_rows = 1  # each row has its shift and its delta side by side
+    dq_chunks = 1
+
+    planes: int  # 2, or 1 where TF32 was asked for
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    warps: int
+    query_warps: int  # columns of warps in S and dP
+    dq_warp_columns: int
+    stages: int
+    dout_stages: int
+    blocks_per_sm: int
+    exact: bool  # the planes are as wide as the padded heads
+    deterministic: bool = False  # blocks add to dq in turns
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def dq_width(self) -> int:
+        """Columns of the sums of dq."""
+        return self.head_dim
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Of tiles of planes, whatever the itemsize of the arrays."""
+        of_row = mma.tile_bytes(1, self.head_dim, HALF), mma.tile_bytes(1, self.head_dim_v, HALF)
+        keys = self.block_k * sum(of_row)
+        queries = self.block_q * (self.stages * of_row[0] + self.dout_stages * of_row[1])
+        scores = 2 * mma.tile_bytes(self.block_k, self.block_q, HALF)
+        statistics, largest = self.stages * 2 * 4 * self.block_q, 4 * padded(self.warps, 4)
+        addresses = 2 * 8
+        return self.planes * (keys + queries + scores + addresses) + statistics + largest
+
+    def blocks(self, problem: Problem) -> int:
+        return key_tiles(problem, self.block_k) * problem.heads_k * problem.batch_size
 
 
 @dataclass(frozen=True)
@@ -185,7 +233,10 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], backward
     if problem.is_packed:
         return "packed sequences of float32 are left to simt"
     if backward:
-        return "the backward of float32 is left to simt"
+        try:
+            backward_tile(problem, device.shared_limit)
+        except UnsupportedError as error:
+            return str(error)
     return None
 
 
@@ -259,3 +310,83 @@ def rest(problem: Problem, shared_limit: int, aligned: bool, main: ForwardSplit)
     """The kernel that answers the heads that planes do not stand for."""
     found = simt.forward(problem, shared_limit, aligned, maximum=main.maximum, entropy=main.entropy)
     return replace(found, rest=True)
+
+
+def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardSplit:
+    """The backward's tile; how arrays lie does not matter to planes."""
+    return backward_tile(problem, shared_limit)
+
+
+def backward_tile(problem: Problem, shared_limit: int) -> BackwardSplit:
+    """The first tile of the table that fits and pads heads no further than to a multiple of 32 columns."""
+    planes = planes_of(problem)
+    least = padded(problem.head_dim, 2 * STEP), padded(problem.head_dim_v, 2 * STEP)
+    for tile in tuning.BACKWARD_SPLIT:
+        head_dim, head_dim_v = (padded(width, STEP * tile.query_warps) for width in least)
+        columns = dq_warp_columns(tile, head_dim)
+        if (
+            (head_dim, head_dim_v) != least
+            or columns is None
+            or not backward_fits(problem, tile, head_dim + head_dim_v)
+        ):
+            continue
+        config = BackwardSplit(
+            planes=planes,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            block_q=tile.block_q,
+            block_k=tile.block_k,
+            warps=tile.warps,
+            query_warps=tile.query_warps,
+            dq_warp_columns=columns,
+            stages=tile.stages,
+            dout_stages=tile.dout_stages,
+            blocks_per_sm=tile.blocks_per_sm,
+            exact=(head_dim, head_dim_v) == (padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)),
+        )
+        fits = (config.shared_bytes(4) + 1024) * tile.blocks_per_sm <= shared_limit + 1024
+        if fits and has_rest(problem, shared_limit, config):
+            return config
+    raise mma.too_large("backward", problem, shared_limit)
+
+
+def backward_fits(problem: Problem, tile: tuning.BackwardTile, width: int) -> bool:
+    """Whether a thread has registers for its sums of dK and dV, `width` columns together, and for its scores.
+
+    The limits are those below which the compiler's reports show no spill (tests/test_compile_matrix.py), neither here nor
+    where the plain kernel works in the same tile.
+    """
+    rows = tile.block_k / (32 * tile.warps)
+    sums, scores = rows * width, 3 * rows * tile.block_q
+    crowded = len(mma.looking(problem)) >= 4 or mma.keeps_scores(problem)
+    return sums <= 80 and sums + scores <= (88 if crowded else 112 if mma.is_rich(problem) else 160)
+
+
+def dq_warp_columns(tile: tuning.BackwardTile, head_dim: int) -> int | None:
+    """Parts into which the warps cut dQ's columns: those that leave each warp the squarest piece, of whole 16 x 16 blocks."""
+    pieces = {}
+    for columns in (8, 4, 2, 1):
+        row_parts = tile.warps // columns
+        if tile.warps % columns == 0 and tile.block_q % (STEP * row_parts) == 0 and head_dim % (STEP * columns) == 0:
+            pieces[columns] = tile.block_q // row_parts + head_dim // columns
+    return min(pieces, key=lambda columns: pieces[columns], default=None)
+
+
+def backward_rest(problem: Problem, shared_limit: int, aligned: bool, main: BackwardSplit) -> BackwardSimt:
+    """The kernel that answers the heads that planes do not stand for, in the same tiles, so that both sum dq alike."""
+    sizes = main.head_dim, main.head_dim_v, main.block_q, main.block_k
+    return replace(simt.backward_in(problem, sizes, shared_limit, aligned), rest=True)
+
+
+def has_rest(problem: Problem, shared_limit: int, main: BackwardSplit) -> bool:
+    """Whether the plain kernel, whose numbers take as much memory as two planes, fits into a tile as well."""
+    try:
+        backward_rest(problem, shared_limit, False, main)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def convert(problem: Problem, main: BackwardSplit) -> BackwardConvertSimt:
+    """The kernel that brings the sums of dq, which are row-major, into the caller's strides."""
+    return BackwardConvertSimt()

@@ -114,7 +114,10 @@ template <int kPending> __device__ __forceinline__ void cp_async_wait_group() {}
 #endif
 
 #if __CUDA_ARCH__ >= 900
-// ---- red: four float32 sums in global memory, 16-byte aligned ------------------------------------------------------------
+// ---- red: float32 sums in global memory, two or four, aligned to their size ---------------------------------------------
+__device__ __forceinline__ void red_add_v2(float* to, float a, float b) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b) : "memory");
+}
 __device__ __forceinline__ void red_add_v4(float* to, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
