@@ -65,7 +65,7 @@ class Plan:
     statistics_bytes: int = 0
     dq_sum_bytes: int = 0
     turns_bytes: int = 0
-    forward_bytes: Mapping[str, int] = field(default_factory=dict)  # what its own first passes write
+    passes_bytes: Mapping[str, int] = field(default_factory=dict)  # what first passes write
     encoded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # tensor maps by array and address
 
     @property
@@ -76,7 +76,7 @@ class Plan:
     def workspace(self) -> dict[str, int]:
         """Bytes by field name, without those that are not needed."""
         needed = {"statistics": self.statistics_bytes, "dq_sum": self.dq_sum_bytes, "turns": self.turns_bytes}
-        needed |= self.forward_bytes
+        needed |= self.passes_bytes
         return {name: size for name, size in needed.items() if size}
 
     def arguments(
@@ -144,7 +144,7 @@ def plan_forward(
     template, offsets = pack("forward", problem, at, values, variant.maps, with_statistics)
     maps = tensor_maps(variant, problem, at)
     bytes_of = split_bytes | ({"value_steps": value_bytes} if value_bytes else {})
-    return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps, forward_bytes=bytes_of)
+    return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps, passes_bytes=bytes_of)
 
 
 def steps_of(problem: Problem, names: tuple[str, ...], *configs: Config) -> list[Step]:
@@ -222,7 +222,7 @@ def plan_backward(
         statistics_bytes=2 * real * lines,
         dq_sum_bytes=real * lines * main.dq_width,
         turns_bytes=4 * counters,
-        split_bytes=split_bytes,
+        passes_bytes=split_bytes,
     )
 
 

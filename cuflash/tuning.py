@@ -103,7 +103,12 @@ FORWARD_MMA = (
     ForwardTile(16, 16, 1, 1, 1),
 )
 
+# H200, 2026-11-30, B 1, H 16, S 4096, TFLOP/s full and causal
 FORWARD_SPLIT = (
+    # 92 and 85 (128 x 64 of 8 warps: 90 and 78, 128 x 128: 96 and 78)
+    ForwardSplitTile(128, 32, 4, 2, 2, max_chunk=64, score_part=32),
+    # 103 and 89 (128 x 32: 91 and 84, 192 x 32 of 12 warps: 84 and 79, 64 x 32 of 4 warps: 98 and 83)
+    ForwardSplitTile(128, 64, 8, 2, 1, max_chunk=128, score_part=64),
     ForwardSplitTile(128, 64, 8, 2, 1, max_chunk=64, score_part=64),
     ForwardSplitTile(128, 32, 8, 2, 1, max_chunk=128, score_part=32),
     ForwardSplitTile(128, 16, 8, 2, 1, max_chunk=128, score_part=16),
@@ -151,8 +156,11 @@ BACKWARD_MMA = (
     BackwardTile(16, 16, 1, 1, 1, 1, 1),
 )
 
+# H200, 2026-11-30, B 1, H 16, S 4096, TFLOP/s full and causal
 BACKWARD_SPLIT = (
+    # d 64: 92 and 85 (64 x 128 in two stages: 94 and 83, 32 x 128: 76 and 71, 32 x 64: 80 and 73)
     BackwardTile(64, 64, 4, 2, 1, 1, 2),
+    # d 128: 88 and 83 (32 x 128: 90 and 85, 64 x 64 with 2 rows of warps: 87 and 81, 32 x 64: 73 and 69)
     BackwardTile(64, 64, 8, 4, 1, 1, 1),
     BackwardTile(64, 64, 8, 2, 1, 1, 1),
     BackwardTile(32, 64, 8, 2, 1, 1, 1),
@@ -191,6 +199,11 @@ FORWARD_WGMMA = (
 FORWARD_WGMMA_E4M3 = (
     ForwardWgmmaTile(64, 192, 128, 4, 2, continuous=False, max_weight=1),
     ForwardWgmmaTile(64, 128, 128, 4, 2, continuous=True),
+    # S 16384: 942 and 912
+    ForwardWgmmaTile(128, 128, 192, 2, 2, continuous=True, max_keys=8192, max_weight=7),
+    # S 16384: 980 and 914 (192 x 96 in three stages: 962 and 900, 128 x 160: 932 and 852, 128 x 128: 889 and 866, sums of each
+    # block in float32, 128 x 96: 812 and 786)
+    ForwardWgmmaTile(128, 192, 96, 4, 1, continuous=False, max_weight=1),
     ForwardWgmmaTile(128, 128, 192, 2, 2, continuous=True, max_weight=7),
     ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_weight=9),
     ForwardWgmmaTile(128, 128, 64, 3, 2, continuous=True),

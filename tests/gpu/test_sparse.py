@@ -70,7 +70,9 @@ def test_what_is_hidden_is_not_read(device: Device, kind: Kind, name: str, place
     dirty_out = device.get(cuflash.attention(*dirty, **options)).astype(np.float64)
     got = cuflash.attention_backward(device.put(dout), *dirty, out, lse, **options)
     rest = slice(0, 256)
-    np.testing.assert_array_equal(dirty_out[:, :, rest], device.get(out).astype(np.float64)[:, :, rest])
+    # float32 by tensor cores leaves a head with NaN to plain float32, which rounds elsewhere
+    atol = 1e-6 if (kind.backend, kind.dtype) == ("mma", "float32") else 0
+    np.testing.assert_allclose(dirty_out[:, :, rest], device.get(out).astype(np.float64)[:, :, rest], rtol=0, atol=atol)
     assert np.isnan(dirty_out[:, :, 256:]).all()
     for field in got._fields:
         x, y = (device.get(getattr(g, field)).astype(np.float64)[:, :, rest] for g in (got, want))
