@@ -4,7 +4,83 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.modifiers import MaskModifier, Modifier, ScoreModifier
+from cuflash.modifiers import CudaFunction, MaskModifier, Modifier, ScoreModifier
+
+BENT = """
+Real square(Real x) { return x * x; }
+
+// Towards 0, some times.
+__device__ Real bent(Real s, Real warm, int times) {
+  for (int i = 0; i < times; ++i) s /= 1 + warm * square(s);
+  return s;
+}
+__device__ Real bent_by_s(Real s, Real warm, int times) {
+  Real slope = 1;
+  for (int i = 0; i < times; ++i) {
+    const Real u = 1 + warm * square(s);
+    slope *= (1 - warm * square(s)) / (u * u);
+    s /= u;
+  }
+  return slope;
+}
+__device__ Real bent_by_warm(Real s, Real warm, int times) {
+  Real partial = 0;
+  for (int i = 0; i < times; ++i) {
+    const Real u = 1 + warm * square(s);
+    partial = (partial * (1 - warm * square(s)) - s * square(s)) / (u * u);
+    s /= u;
+  }
+  return partial;
+}
+"""
+KIN = """
+bool kin(int q, int k, int limit) {  // whether halving brings both together, not below a limit
+  while (q != k) {
+    if (q < limit && k < limit) return false;
+    if (q > k) q /= 2; else k /= 2;
+  }
+  return true;
+}
+"""
+
+
+def bent(s: Any, warm: Any, times: Any) -> Any:
+    for _ in range(times):
+        s = s / (1 + warm * s * s)
+    return s
+
+
+def bent_by_s(s: Any, warm: Any, times: Any) -> Any:
+    slope: Any = 1
+    for _ in range(times):
+        u = 1 + warm * s * s
+        slope, s = slope * (1 - warm * s * s) / (u * u), s / u
+    return slope
+
+
+def bent_by_warm(s: Any, warm: Any, times: Any) -> Any:
+    partial: Any = 0
+    for _ in range(times):
+        u = 1 + warm * s * s
+        partial, s = (partial * (1 - warm * s * s) - s * s * s) / (u * u), s / u
+    return partial
+
+
+def kin(q: Any, k: Any, limit: Any) -> Any:
+    q, k = np.broadcast_arrays(q, k)
+    while (open_ := (q != k) & ~((q < limit) & (k < limit))).any():
+        q, k = np.where(open_ & (q > k), q // 2, q), np.where(open_ & (q < k), k // 2, k)
+    return q == k
+
+
+def function() -> CudaFunction:
+    """A score by a loop, with its derivatives."""
+    return CudaFunction(
+        BENT,
+        "bent",
+        derivatives={"s": "bent_by_s", "warm": "bent_by_warm"},
+        twins={"bent": bent, "bent_by_s": bent_by_s, "bent_by_warm": bent_by_warm},
+    )
 
 
 def chains(sizes: tuple[int, ...], real: Any = np.float32) -> dict[str, tuple[Modifier, ...]]:
@@ -66,8 +142,14 @@ def chains(sizes: tuple[int, ...], real: Any = np.float32) -> dict[str, tuple[Mo
                 open=True,
             ),
         ),
+        "function": (
+            ScoreModifier(
+                "bent(s, warm[h], times) + q % 2", bent=function(), warm=uniform(heads), times=3, gradients="warm"
+            ),
+            MaskModifier("kin(q, k, limit)", kin=CudaFunction(KIN, "kin", twins={"kin": kin}), limit=9),
+        ),
     }
 
 
 #: the names of the chains
-NAMES = ("slopes", "table", "clamped table", "composed", "masks", "everything")
+NAMES = ("slopes", "table", "clamped table", "composed", "masks", "everything", "function")

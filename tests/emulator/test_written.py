@@ -44,6 +44,8 @@ def made(dtype: str, chain: tuple[Modifier, ...], **options: Any) -> tuple[probl
         (MMA, ("table", "masks"), {"sinks": "1", "dropout": 0.2}),
         (SIMT, ("slopes", "clamped table"), {"scale": -0.3}),
         (SIMT, ("everything",), {"window": (30, 9), "lengths": (50, 31)}),
+        (MMA, ("function",), {"softcap": 4.0}),
+        (SIMT, ("function",), {"causal": True}),
     ],
     ids=lambda x: target_id(x) if x in (MMA, SIMT) else "-".join(x),
 )
