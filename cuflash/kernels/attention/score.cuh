@@ -63,33 +63,51 @@ struct ScoreSlopes : Slopes<Fragment::kSize, Score::kHasSlope>, EnteringScores<F
 
 // In place: products -> scores.  `open` tiles need no tests (attention/mask.cuh, tile_is_open), except those of masks that
 // have to be asked about each element.
+//
+// Operands of elements that do not exist are read at the nearest one that does, and what follows from it is dropped: without a
+// branch around each element, all loads of a tile are under way together.
 template <bool kWithSlope, class Fragment>
 __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlopes<Fragment>& slopes, const Fragment& f,
                                           const Params& p, const Place& place, Corner corner, bool open) {
   typedef Positions<Fragment> At;
-  const bool clear = Visibility::kClearsTiles && open;
-  if (!Score::kIdentity || (Visibility::kHasMask && !clear)) {
-    // Operands are only read where the element exists and is visible.
+  constexpr bool kSloped = kWithSlope && Score::kHasSlope, kKept = kWithSlope && Score::kKeepsScores;
+  const int last_q = place.seq_q(p) - 1, last_k = place.seq_k(p) - 1;
+  if constexpr (!Score::kIdentity) {
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i) {
+      const int q = min(At::q(f, corner, i), last_q), k = min(At::k(f, corner, i), last_k);
+      const Real entering = s[i] * p.scale;
+      if constexpr (kKept) slopes.keep(i, entering);
+      if constexpr (kSloped) {
+        slopes.slot(i) = Real(1);
+        s[i] = Score::apply_with_slope(p, place, q, k, entering, slopes.slot(i));
+      } else {
+        s[i] = Score::apply(p, place, q, k, entering);
+      }
+    }
+  }
+  // Intervals before masks: neither needs registers for the other.
+  const auto hide = [&](int i) {
+    s[i] = -infinity<Real>();
+    if constexpr (kSloped) slopes.slot(i) = Real(1);
+    if constexpr (kKept) slopes.keep(i, Real(0));
+  };
+  if (!open) {
     const RowRanges<Fragment> ranges(f, p, place, corner);
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) {
-      const int q = At::q(f, corner, i), k = At::k(f, corner, i);
-      const bool seen = clear || (ranges.contains(f, i) && q < place.seq_q(p) && Visibility::visible(p, place, q, k));
-      if constexpr (kWithSlope && Score::kHasSlope) slopes.slot(i) = Real(1);
-      if constexpr (kWithSlope && Score::kKeepsScores) slopes.keep(i, seen ? s[i] * p.scale : Real(0));
-      if (!seen) {
-        s[i] = -infinity<Real>();
-      } else if constexpr (!Score::kIdentity) {
-        if constexpr (kWithSlope && Score::kHasSlope)
-          s[i] = Score::apply_with_slope(p, place, q, k, s[i] * p.scale, slopes.slot(i));
-        else
-          s[i] = Score::apply(p, place, q, k, s[i] * p.scale);
+      bool seen = ranges.contains(f, i);
+      if constexpr (Visibility::kHasMask || !Score::kIdentity) seen &= At::q(f, corner, i) <= last_q;
+      if (!seen) hide(i);
+    }
+  }
+  if constexpr (Visibility::kHasMask) {
+    if (!(Visibility::kClearsTiles && open)) {
+#pragma unroll
+      for (int i = 0; i < Fragment::kSize; ++i) {
+        if (i % 2 == 0) corner.k = recomputed(corner.k);  // else addresses would stay in registers until they are needed
+        if (!Visibility::visible(p, place, min(At::q(f, corner, i), last_q), min(At::k(f, corner, i), last_k))) hide(i);
       }
     }
-  } else if (!open) {
-    const RowRanges<Fragment> ranges(f, p, place, corner);
-#pragma unroll
-    for (int i = 0; i < Fragment::kSize; ++i)
-      if (!ranges.contains(f, i)) s[i] = -infinity<Real>();
   }
 }

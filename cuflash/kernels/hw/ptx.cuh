@@ -4,17 +4,6 @@
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
 
-// The same value, but what follows from it is computed anew here instead of being kept in registers from before.
-__device__ __forceinline__ int recomputed(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
-template <class T> __device__ __forceinline__ T* recomputed(T* x) {
-  asm volatile("" : "+l"(x));
-  return x;
-}
-
 // ---- ldmatrix: 8 x 8 blocks of 16-bit elements; lanes 8i .. 8i+7 address the rows of block i ---------------------------
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
