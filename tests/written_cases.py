@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.modifiers import CudaFunction, MaskModifier, Modifier, ScoreModifier
+from cuflash.modifiers import ALiBi, CudaFunction, Documents, MaskModifier, Modifier, ScoreModifier
 
 BENT = """
 Real square(Real x) { return x * x; }
@@ -151,5 +151,49 @@ def chains(sizes: tuple[int, ...], real: Any = np.float32) -> dict[str, tuple[Mo
     }
 
 
+def forms(sizes: tuple[int, ...], dtype: Any) -> dict[str, tuple[tuple[Modifier, ...], dict[str, Any]]]:
+    """What is often written, each with the options of a call that do the same, for arrays of a dtype."""
+    _, heads, seq_q, seq_k = sizes
+    rng = np.random.default_rng(0)
+    real = np.float64 if dtype == np.float64 else np.float32
+    slopes = np.array([0.5, 0.25, 0.125, 0.0625] * heads, real)[:heads]
+    table, bucket = (
+        rng.standard_normal((6, heads)).astype(dtype),
+        np.minimum(np.arange(seq_q + seq_k, dtype=np.int32) // 9, 5),
+    )
+    ids_q, ids_k = (np.sort(rng.integers(0, 3, n)).astype(np.int32) for n in (seq_q, seq_k))
+    q, k = np.arange(seq_q)[:, None], np.arange(seq_k)[None, :]
+    cap = CudaFunction(
+        """
+        Real cap(Real s, Real c, Real r) { return c * tanh_of(s * r); }
+        Real cap_by_s(Real s, Real c, Real r) { const Real t = tanh_of(s * r); return 1 - t * t; }
+        """,
+        "cap",
+        derivatives={"s": "cap_by_s"},
+        twins={"cap": lambda s, c, r: c * np.tanh(s / c), "cap_by_s": lambda s, c, r: 1 - np.tanh(s / c) ** 2},
+    )
+    far = table.astype(real)
+    return {
+        "alibi": (
+            (ScoreModifier("s - slope[h] * abs(q + seq_k - seq_q - k)", slope=slopes),),
+            {"modifiers": (ALiBi(slopes),)},
+        ),
+        "softcap": ((ScoreModifier("c * tanh(s / c)", c=2.0),), {"softcap": 2.0}),
+        "softcap in CUDA": ((ScoreModifier("cap(s, c, r)", cap=cap, c=3.0, r=1 / 3.0),), {"softcap": 3.0}),
+        "relative bias": (
+            (ScoreModifier("s + table[bucket[q - k + last], h]", table=far, bucket=bucket, last=seq_k - 1),),
+            {"bias": table[bucket[q - k + seq_k - 1]].transpose(2, 0, 1).copy()},
+        ),
+        "prefix": ((MaskModifier("k < prefix or k <= q", prefix=7),), {"mask": (k < 7) | (k <= q)}),
+        "documents": (
+            (MaskModifier("ids_q[q] == ids_k[k]", ids_q=ids_q, ids_k=ids_k),),
+            {"modifiers": (Documents(ids_q, ids_k),)},
+        ),
+        "dilated": ((MaskModifier("(q - k) % 3 == 0"),), {"mask": (q - k) % 3 == 0}),
+    }
+
+
+#: the names of the forms
+FORMS = ("alibi", "softcap", "softcap in CUDA", "relative bias", "prefix", "documents", "dilated")
 #: the names of the chains
 NAMES = ("slopes", "table", "clamped table", "composed", "masks", "everything", "function")

@@ -656,28 +656,25 @@ def statements(program: Program, name: str) -> Text:
             return f"{namespace_of(name, local)}::{called}({', '.join(index)})"
         a = accesses[x]
         kind = {"bool": "u8"}.get(x.type, C_TYPES[x.type])
-        element = f"static_cast<const {kind}*>(p.{a.field}.data)[{offset(a, a.field, index)}]"
+        element = f"*{address(a, a.field, kind, index)}"
         return f"{element} != 0" if x.type == "bool" else element
 
     return Text(leaf)
 
 
-def offset(a: Access, view: str, index: tuple[str, ...]) -> str:
-    """Where the element that an access reads lies in a view."""
+def address(a: Access, view: str, kind: str, index: tuple[str, ...]) -> str:
+    """Of the element that an access reads, in a view."""
 
-    def side(axis: int, limit: str, position: str) -> str:
-        return f"clamped({index[axis]}, p.{limit})" if limit else position
+    def side(axis: int | None, limit: str, position: str) -> str:
+        return "0" if axis is None else f"clamped({index[axis]}, p.{limit})" if limit else position
 
     terms = []
     if a.slots.batch is not None:
         terms.append(f"place.batch_offset(p.{view})")
     if a.slots.head is not None:
         terms.append(f"place.head * p.{view}.head")
-    if a.slots.row is not None:
-        terms.append(f"{side(a.slots.row, a.row_limit, 'q')} * p.{view}.row")
-    if a.slots.column is not None:
-        terms.append(f"{side(a.slots.column, a.column_limit, 'k')} * p.{view}.column")
-    return " + ".join(terms) or "0"
+    row, column = side(a.slots.row, a.row_limit, "q"), side(a.slots.column, a.column_limit, "k")
+    return f"element_at<{kind}>(p.{view}, {' + '.join(terms) or '0'}, {row}, {column})"
 
 
 def function(program: Program, name: str, root: Node, slope: Node | None = None) -> str:
@@ -699,7 +696,7 @@ def gradients_of(program: Program, name: str) -> str:
         a, view = program.access(field), f"d{field}"
         term = f"ds * {text.of(partial)}"
         index = tuple(text.of(x) for x in a.load.args)
-        add = f"atomicAdd(static_cast<Real*>(p.{view}.data) + ({offset(a, view, index)}), "
+        add = f"atomicAdd({address(a, view, 'Real', index)}, "
         if a.slots.row is None and a.slots.column is None:
             kept.append(f"    Real sum{i} = Real(0);\n")
             text.lines.append(f"sum{i} += {term};")

@@ -218,7 +218,8 @@ def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit
         aligned = aligned and not (problem.modifier("dropout") and any(m.kind != "drop" for m in looking(problem)))
         if chunked:
             return 80 if aligned and not differentiates(problem) else 48
-        return 144 if tile.query_warps > 1 and aligned and shared_limit > SM_75_SHARED else 112
+        many = len(looking(problem)) >= 4  # slopes, addresses and marks of masks at once
+        return 144 if tile.query_warps > 1 and aligned and shared_limit > SM_75_SHARED and not many else 112
     if shared_limit <= SM_75_SHARED:  # which copies through registers
         return 112
     if tile.query_warps > 1:

@@ -106,9 +106,15 @@ __device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < Fragment::kSize; ++i) add(i, ds[i]);
+    for (int i = 0; i < Fragment::kSize; ++i) {
+      if (i % 2 == 0) corner = {recomputed(corner.q), recomputed(corner.k)};  // as in scores_of
+      add(i, ds[i]);
+    }
   }
 }
+
+// Whether the backward adds to gradients of anything that scores are made of.
+constexpr bool kAddsGradients = kHasOperandGradients || Score::kAddsGradients;
 
 // `Score`, looked into only where it has gradients.
 template <class> struct WithGradients : Score {};
