@@ -269,7 +269,7 @@ def columns(problem: Problem, shared_limit: int, aligned: bool) -> ForwardColumn
     head_dim = padded(problem.head_dim, STEP)
     for tile in tuning.COLUMNS_MMA:
         needed = tile.block_k * (tile.block_q + (head_dim // 2 if tile.k_in_registers else 0)) // (32 * tile.warps)
-        if needed > (64 if is_rich(problem) else 128):
+        if needed > (32 if is_crowded(problem) else 64 if is_rich(problem) else 128):
             continue
         config = ForwardColumnsMma(
             head_dim=head_dim,
