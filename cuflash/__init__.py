@@ -14,7 +14,17 @@ from cuflash.decode import attention_decode
 from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError, VersionError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
-from cuflash.modifiers import ALiBi, BlockMask, Documents, Dropout, KeyLengths, MaskModifier, ScoreModifier, Sinks
+from cuflash.modifiers import (
+    ALiBi,
+    BlockMask,
+    CudaFunction,
+    Documents,
+    Dropout,
+    KeyLengths,
+    MaskModifier,
+    ScoreModifier,
+    Sinks,
+)
 from cuflash.modifiers.dropout import dropout_mask
 from cuflash.picture import draw_attention, draw_costs, draw_recurrence, draw_tiles
 from cuflash.statistics import Statistics
@@ -27,6 +37,7 @@ __all__ = [
     "ArgumentError",
     "BlockMask",
     "CompileError",
+    "CudaFunction",
     "CuflashError",
     "Documents",
     "Dropout",

@@ -88,7 +88,7 @@ def attention(
     modifiers
         `ALiBi(slopes)`, `KeyLengths(lengths)`, `Documents(ids_q, ids_k)`, `BlockMask(blocks, size)`, `Sinks(logits)`,
         `Dropout(p, seed, offset)`; at most one of each.  `ScoreModifier(expression)` and `MaskModifier(expression)` say what
-        else you want: as many as you like, each expression once.
+        else you want: as many as you like, each expression once; an expression may call a `CudaFunction`.
     layout
         "bhsd" is the order of axes above; "bshd" has seq before heads in q, k, v and out.
     q_scale, k_scale, v_scale

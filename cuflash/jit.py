@@ -19,6 +19,8 @@ import cupy
 
 from cuflash import source
 from cuflash.errors import CompileError
+from cuflash.modifiers import REGISTRY, Written
+from cuflash.modifiers.function import located
 from cuflash.variant import Variant
 
 OPTIONS = ("--std=c++17",)
@@ -63,6 +65,12 @@ def load(variant: Variant, device: int) -> Kernel:
     return kernel
 
 
+def faults(log: str, variant: Variant) -> str:
+    """What a compiler's log says about functions of the user; empty where they are not at fault."""
+    written = [m for m in (REGISTRY[name] for name in variant.modifiers) if issubclass(m, Written)]
+    return located(log, {x.title: x for m in written for _, x in m.program.functions})
+
+
 def _compile(variant: Variant, device: int) -> Kernel:
     code = source.build(variant)
     with cupy.cuda.Device(device):
@@ -87,7 +95,8 @@ def _raw_kernel(code: str, variant: Variant, device: int) -> Any:
         raw = cupy.RawModule(code=code, options=options(variant.target, capability)).get_function(entry)
         raw.compile()
     except cupy.cuda.compiler.CompileException as error:
-        raise CompileError(f"{entry} did not compile:\n{error}", variant=entry, log=str(error), source=code) from error
+        message = faults(str(error), variant) or f"{entry} did not compile:\n{error}"
+        raise CompileError(message, variant=entry, log=str(error), source=code) from error
     except RuntimeError as error:
         if "nvrtc" in str(error).lower() or "CUDA headers" in str(error):
             raise CompileError(

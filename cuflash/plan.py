@@ -27,6 +27,7 @@ from cuflash.variant import ITEMSIZE, Variant
 
 LOG2_E = 1.4426950408889634
 MAX_BLOCKS = (1 << 31) - 1  # of grid.x
+MAX_STEP = (1 << 31) - 1  # bytes between neighbouring rows or columns of an operand
 MAX_ENCODED = 1024  # tensor maps that a plan keeps; memory pools give the same addresses again and again
 _POINTER = struct.Struct("=Q")
 
@@ -292,6 +293,11 @@ def pack(
 ) -> tuple[bytes, dict[str, int]]:
     """The argument record without addresses, and where the addresses go."""
     names = chain_names(problem)
+    for modifier in (REGISTRY[name] for name in names):
+        for kind, name in modifier.fields:
+            for operand in (name, f"d{name}"):
+                if kind == "View" and operand in at:
+                    check_operand(operand, at[operand])
     dtype = abi.record(direction, names, problem.accumulator, maps, statistics)
     record = np.zeros((), dtype)
     sizes, strides = merged_batch(problem.batch, {n: p.strides[: len(problem.batch)] for n, p in at.items()})
@@ -310,6 +316,16 @@ def pack(
             record[name]["head"], record[name]["row"] = inner[0], inner[1]
             record[name]["column"] = inner[2] if len(inner) > 2 else 0
     return record.tobytes(), offsets
+
+
+def check_operand(name: str, place: Placed) -> None:
+    """Raise if kernels cannot step from one row or column of an operand to the next (attention/index.cuh, element_at)."""
+    for axis, stride in zip(("queries", "keys"), place.strides[-2:], strict=True):
+        if not -MAX_STEP <= stride <= MAX_STEP:
+            raise UnsupportedError(
+                f"{operand_title(name)}: neighbours along its axis of {axis} lie {stride} bytes apart, and kernels step over "
+                f"{MAX_STEP} at most; pass an array that lies closer together, such as a contiguous copy"
+            )
 
 
 def is_mergeable(problem: Problem, arrays: Mapping[str, Any]) -> bool:

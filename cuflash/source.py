@@ -155,7 +155,7 @@ def _visibility(ranges: list[type[Modifier]], masks: list[type[Modifier]]) -> st
     keys = "\n".join(f"    {n}::narrow_keys(p, place, q, keys);" for n in positional)
     queries = "\n".join(f"    {n}::narrow_queries(p, place, k, queries);" for n in positional)
     count = "".join(f"    return {n}::key_count(p, place);\n" for n in counting) or "    return place.seq_k(p);\n"
-    visible = " && ".join(f"{m.__name__}::visible(p, place, q, k)" for m in masks) or "true"
+    visible = " & ".join(f"{m.__name__}::visible(p, place, q, k)" for m in masks) or "true"
     hiding = [m.__name__ for m in masks if m.knows_tiles()]
     clearing = [m.__name__ for m in masks if all(m.knows_tiles() for m in masks)]
     hidden = " || ".join(f"{n}::tile_is_hidden(p, place, queries, keys)" for n in hiding) or "false"

@@ -6,6 +6,8 @@
     python scripts/bench.py --suite accuracy --peers torch --out scripts/results/h200-accuracy.json
     python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
     python scripts/bench.py --suite turns --out scripts/results/h200-turns.json
+    python scripts/bench.py --suite bias --out scripts/results/h200-bias.json
+    python scripts/bench.py --suite written --out scripts/results/h200-written.json
     python scripts/bench.py --suite packed --peers all --out scripts/results/h200-packed.json
     python scripts/bench.py --suite decode --peers all --out scripts/results/h200-decode.json
     python scripts/bench.py --suite jax --out scripts/results/h200-jax.json
@@ -81,6 +83,7 @@ class Session:
             "lengths",
             "pattern",
             "visible",
+            "form",
             "backend",
             "cache",
         )
@@ -478,6 +481,92 @@ def turns(session: Session) -> None:
             session.add("turns", "cuflash", **row, tflops=shape.operations("backward", causal) / ms["turns"] / 1e9)
 
 
+MODIFIED_BACKENDS: tuple[str | None, ...] = ("wgmma", "mma")  # that modifiers are measured on
+#: a bias: which of the axes (batch, heads, q, k) are full, by letters, and 1 for those that are broadcast
+BIASES = tuple("".join(axes) for axes in product("b1", "h1", "q1", "k1"))
+
+
+def directions(options: dict[str, Any], arrays: tuple[Array, ...]) -> dict[str, Call]:
+    """Forward and backward of a call with these options."""
+    q, k, v, dout = arrays
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    return {
+        "forward": lambda: cuflash.attention(q, k, v, **options),
+        "backward": lambda: cuflash.attention_backward(dout, q, k, v, out, lse, **options),
+    }
+
+
+def filled(like: Array, sizes: list[int]) -> Array:
+    """Array of another shape that holds the numbers of `like`, as often as it takes."""
+    count = int(np.prod(sizes))
+    return like.reshape(-1).repeat(-(-count // like.size))[:count].reshape(sizes)
+
+
+def beside(like: Array, x: Array) -> Array:
+    """A host array where another one is."""
+    if isinstance(like, np.ndarray):
+        return x
+    import cupy
+
+    return cupy.asarray(x)
+
+
+def modified_shapes(session: Session) -> list[Shape]:
+    seq = 1024 if session.quick else 4096
+    return [Shape(4, 2048 // d, 2048 // d, seq, seq, d, d) for d in (64, 128)]
+
+
+def bias(session: Session) -> None:
+    """A bias of every broadcast shape beside none, forward and backward with its gradient."""
+    for shape, backend in product(modified_shapes(session), MODIFIED_BACKENDS):
+        common: Row = {"dtype": "bfloat16", **asdict(shape), "causal": False, "backend": backend}
+        with session.part("bias", "cuflash", **common):
+            arrays = Data.make(shape, "bfloat16", with_tensors=False).arrays
+            calls = {"none": directions({"backend": backend}, arrays)}
+            lengths = (shape.batch, shape.heads_q, shape.seq_q, shape.seq_k)
+            for pattern in BIASES:
+                sizes = [1 if letter == "1" else n for letter, n in zip(pattern, lengths, strict=True)]
+                calls[pattern] = directions({"backend": backend, "bias": filled(arrays[0], sizes)}, arrays)
+            for direction in ("forward", "backward"):
+                ms = rotate({name: both[direction] for name, both in calls.items()}, session.rounds)
+                for pattern in BIASES:
+                    row = {"direction": direction, **common, "pattern": pattern}
+                    session.add("bias", "cuflash", **row, ms=ms[pattern], ms_free=ms["none"])
+
+
+def forms(shape: Shape, like: Array) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Options of what is built in, and of the same as an expression."""
+    slopes = beside(like, (2.0 ** -np.linspace(1, 8, shape.heads_q)).astype(np.float32))
+    ids = (np.arange(shape.seq_k) * 8 // shape.seq_k).astype(np.int32)
+    mask, ids = beside(like, ids[:, None] == ids[None, :]), beside(like, ids)
+    decay = cuflash.ScoreModifier("s - slope[h] * abs(q + seq_k - seq_q - k)", slope=slopes)
+    kin = cuflash.MaskModifier("ids[q] == ids[k]", ids=ids)
+    documents = cuflash.Documents(ids, ids)
+    return {
+        "alibi": ({"modifiers": (cuflash.ALiBi(slopes),)}, {"modifiers": (decay,)}),
+        "softcap": ({"softcap": 32.0}, {"modifiers": (cuflash.ScoreModifier("c * tanh(s / c)", c=32.0),)}),
+        "mask": ({"mask": mask}, {"modifiers": (kin,)}),
+        # What tells at a glance which tiles are hidden, beside the expression, which does not.
+        "documents": ({"modifiers": (documents,)}, {"modifiers": (documents, kin)}),
+    }
+
+
+def written(session: Session) -> None:
+    """Expressions beside the options that do the same."""
+    for shape, backend in product(modified_shapes(session), MODIFIED_BACKENDS):
+        arrays = Data.make(shape, "bfloat16", with_tensors=False).arrays
+        for form, options in forms(shape, arrays[0]).items():
+            common: Row = {"dtype": "bfloat16", **asdict(shape), "causal": False, "backend": backend, "form": form}
+            if (form, backend) == ("documents", "wgmma"):  # which leaves it to mma
+                continue
+            with session.part("written", "cuflash", **common):
+                built_in, own = (directions({"backend": backend, **x}, arrays) for x in options)
+                for direction in ("forward", "backward"):
+                    ms = rotate({"built in": built_in[direction], "written": own[direction]}, session.rounds)
+                    row = {"direction": direction, **common, "ms": ms["written"], "ms_free": ms["built in"]}
+                    session.add("written", "cuflash", **row)
+
+
 def compile_fa4() -> None:
     """In as many processes as there are kinds of calls; what fails here becomes a row later."""
     kinds = {(d, dv, hq, hk, causal) for d, dv, _, hq, hk, _ in HOPPER_SHAPES for causal in (0, 1)}
@@ -842,6 +931,8 @@ SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[S
     "accuracy": ((accuracy,), ()),
     "sparse": ((sparse,), (sparse_processor,)),
     "turns": ((turns,), ()),
+    "bias": ((bias,), ()),
+    "written": ((written,), ()),
     "packed": ((packed,), (packed_processor,)),
     "decode": (bench_decode.SUITE, ()),
     "jax": (bench_jax.SUITE, bench_jax.PROCESSOR),

@@ -372,6 +372,26 @@ def turns(rows: list[Row]) -> str:
     return markdown(header, lines, left=2)
 
 
+def bias(rows: list[Row]) -> str:
+    """What share of the speed without a bias is left with one of each broadcast shape."""
+    return shares(rows, "pattern", "axes of the bias", "without a bias", "with it")
+
+
+def written(rows: list[Row]) -> str:
+    """What share of an option's speed an expression has that does the same."""
+    return shares(rows, "form", "form", "built in", "written")
+
+
+def shares(rows: list[Row], key: str, *header: str) -> str:
+    """Times of two calls and the share of the first one's speed, a line for each shape, backend, direction and `key`."""
+    lines = []
+    for row in rows:
+        times = [text.milliseconds(row[name]) for name in ("ms_free", "ms")]
+        place = (f"{seq_and_batch(row)}, {row['backend']}", row["direction"], row[key])
+        lines.append((*place, *times, f"{row['ms_free'] / row['ms']:.2f}"))
+    return markdown(("batch x heads x seq x head_dim", "direction", *header, "share"), lines, left=3)
+
+
 def onnx(rows: list[Row]) -> str:
     """How many of ONNX's node tests each backend passes, by opset, and what becomes of the others."""
     opsets = sorted({row["opset"] for row in rows})
@@ -405,6 +425,8 @@ TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "sparse": sparse,
     "sparse processor": sparse,
     "turns": turns,
+    "bias": bias,
+    "written": written,
     "packed": packed,
     "packed processor": packed,
     "onnx": onnx,

@@ -398,6 +398,26 @@ def test_bench_measures_packed_sequences(tmp_path, monkeypatch):
     assert sum("| skewed | forward |" in line for line in lines) == 1
 
 
+@pytest.mark.parametrize("suite", ["bias", "written"])
+def test_bench_measures_modifiers(suite, monkeypatch):
+    """What a GPU is to be asked for, on the host: every call runs, and every row has its line."""
+    shape = bench.Shape(2, 4, 4, 24, 24, 16, 16)
+    monkeypatch.setattr(bench, "modified_shapes", lambda _: [shape])
+    monkeypatch.setattr(bench, "MODIFIED_BACKENDS", ("numpy",))
+    monkeypatch.setattr(
+        bench, "rotate", lambda calls, _: {name: 1.0 + bool(call() is None) for name, call in calls.items()}
+    )
+    monkeypatch.setattr(bench.Data, "make", lambda shape, dtype, **_: bench.Data(shape, dtype, shape.arrays(dtype), ()))
+    session = bench.Session(quick=True, peers=False)
+    for part in bench.SUITES[suite][0]:
+        part(session)
+    assert not [row for row in session.rows if row.get("failure")]
+    assert len(session.rows) == {"bias": 2 * 16, "written": 2 * 4}[suite]
+    lines = tables.TOPICS[suite](session.rows).splitlines()
+    assert len(lines) == len(session.rows) + 2
+    assert all(line.endswith("| 1.00 |") for line in lines[2:])
+
+
 def test_pictures_are_drawn_from_what_is_measured(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is an optional extra")
     results = tmp_path / "lengths.json"

@@ -25,6 +25,7 @@ from cuflash.modifiers import (
 )
 from cuflash.problem import canonical, describe
 from cuflash.variant import Variant
+from tests import written_cases
 from tests.cases import DTYPES, NARROW
 
 ARCHS = (75, 80, 86, 89, 90, 100, 120)
@@ -135,6 +136,7 @@ def options(name: str, dtype: np.dtype, seq_q: int, seq_k: int = LENGTH) -> dict
         "dropout": {"modifiers": (Dropout(0.1, 1, 2),)},
         "negative-scale": {"scale": -1.0},
         "written": {"modifiers": own},
+        "function": {"modifiers": FUNCTION[statistics]},
         "packed": {"packed": Packed(np.array([0, seq_q], np.int32), np.array([0, seq_k], np.int32), 1)},
     }
     parts = [single[part] for part in TOGETHER.get(name, (name,))]
@@ -193,6 +195,9 @@ def decode_variants(
 
 #: kept, because what is compiled for an expression is known as long as something has it
 WRITTEN = {real: written(real) for real in (np.float32, np.float64)}
+FUNCTION = {
+    real: written_cases.chains((1, HEADS, LENGTH, LENGTH), real)["function"] for real in (np.float32, np.float64)
+}
 RANGES = ("causal", "window", "lengths")
 #: several options as one
 TOGETHER = {

@@ -152,13 +152,14 @@ struct Consumer {
     const Statistics& statistics = shared.channels.statistics[cursor.slot];
     probabilities_of(s, s_at, statistics, p);
     probabilities.pack<Element>(s);
-    if constexpr (!kHasOperandGradients) scale_by(s, slopes);
+    if constexpr (!kAddsGradients) scale_by(s, slopes);
     if constexpr (Config::kLateDp) issue_dp(dp);
     wgmma_wait_group<0>();
     pin(dp);
     score_gradients_of(s, dp, s_at, statistics);
-    if constexpr (kHasOperandGradients) {  // they are gradients of what comes behind the slopes
+    if constexpr (kAddsGradients) {  // they are gradients of what comes behind the slopes
       for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
+      add_score_gradients(s, slopes, s_at, p, place, corner);
       scale_by(s, slopes);
     }
     gradients.pack<Element>(s);

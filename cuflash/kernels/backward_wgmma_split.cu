@@ -188,11 +188,12 @@ struct KeyConsumer : Consumer {
     score_gradients_of(s, dp, s_at, shared.channels.statistics[cursor.slot]);
     release_by_warp(shared.probabilities, 0);
     p_cursor.advance();
-    if constexpr (kHasOperandGradients) {
+    if constexpr (kAddsGradients) {  // no modifier has slopes or is asked for its scores (schedules/wgmma.py)
       Place place = work.place;
       place.head = at.head;
       const Corner corner{at.tile * Config::kBlockQ, work.keys.begin};
       for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
+      add_score_gradients(s, ScoreSlopes<ScoreFragment>(), s_at, p, place, corner);
     }
     gradients.pack<Element>(s);
     cursor.wait_empty(shared.gradients);

@@ -7,6 +7,7 @@ from cuflash.modifiers.blocks import BlockMask
 from cuflash.modifiers.causal import Causal
 from cuflash.modifiers.documents import Documents
 from cuflash.modifiers.dropout import Dropout
+from cuflash.modifiers.function import CudaFunction
 from cuflash.modifiers.lengths import KeyLengths
 from cuflash.modifiers.mask import Mask
 from cuflash.modifiers.packed import Packed
@@ -51,6 +52,7 @@ __all__ = [
     "Bias",
     "BlockMask",
     "Causal",
+    "CudaFunction",
     "Documents",
     "Dropout",
     "KeyLengths",

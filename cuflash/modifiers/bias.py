@@ -21,8 +21,7 @@ class Bias(Modifier):
 struct Bias {
   static constexpr bool kHasSlope = false;
   static __device__ __forceinline__ Real apply(const Params& p, const Place& place, int q, int k, Real s) {
-    const i64 at = place.offset(p.bias) + q * p.bias.row + k * p.bias.column;
-    return s + to_real(static_cast<const OutElement*>(p.bias.data)[at]);
+    return s + to_real(*element_at<OutElement>(p.bias, place.offset(p.bias), q, k));
   }
   static __device__ __forceinline__ Real apply_with_slope(const Params& p, const Place& place, int q, int k, Real s, Real&) {
     return apply(p, place, q, k, s);

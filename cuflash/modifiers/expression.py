@@ -14,12 +14,15 @@ import ast
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cuflash.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from cuflash.modifiers.function import CudaFunction
 
 Type = Literal["int", "real", "bool"]
 Array = NDArray[Any]
@@ -95,8 +98,9 @@ class Operand:
 class Graph:
     """Makes nodes, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Mapping[str, CudaFunction] | None = None) -> None:
         self.nodes: dict[Any, Node] = {}
+        self.functions = functions or {}
 
     def node(self, op: str, kind: Type, *args: Node, value: Any = None) -> Node:
         # `repr` tells 0.0 from -0.0, and 1 from True
@@ -166,10 +170,21 @@ class Graph:
                 return self.where(a[0], d(a[1]), d(a[2]))
             if x.op in ("const", "name", "scalar", "load", "real", "floor"):
                 return zero
+            if x.op == "call":
+                return called(x)
             inner = d(a[0])
             if is_constant(inner, 0):
                 return zero
             return self.mul(outer(x, a[0]), inner)
+
+        def called(x: Node) -> Node:
+            local, _ = x.value
+            function, total = self.functions[local], zero
+            for u, (parameter, _) in zip(x.args, function.signature.parameters, strict=True):
+                if not is_constant(inner := d(u), 0):
+                    partial = self.node("call", "real", *x.args, value=(local, function.derivative(parameter)))
+                    total = self.add(total, self.mul(partial, inner))
+            return total
 
         def outer(x: Node, u: Node) -> Node:
             if x.op == "exp":
@@ -209,9 +224,17 @@ def reached(roots: Iterable[Node]) -> list[Node]:
 class Parser:
     """One expression's text; errors point into it."""
 
-    def __init__(self, title: str, text: str, operands: Mapping[str, Operand], hidden: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        title: str,
+        text: str,
+        operands: Mapping[str, Operand],
+        hidden: Mapping[str, str],
+        functions: Mapping[str, CudaFunction] | None = None,
+    ) -> None:
         self.title, self.text, self.operands, self.hidden = title, text, operands, hidden
-        self.graph = Graph()
+        self.functions = functions or {}
+        self.graph = Graph(self.functions)
         self.used: set[str] = set()
         self.depth = 0
 
@@ -252,7 +275,7 @@ class Parser:
                     "a score must be a number, this is True or False; write where(..., s, -inf), or a MaskModifier",
                 )
             root = self.graph.real(root)
-        if unused := [name for name in self.operands if name not in self.used]:
+        if unused := [name for name in (*self.operands, *self.functions) if name not in self.used]:
             raise ArgumentError(
                 f"{self.title}: {unused[0]} is given and not in the expression {canonical!r}; leave it out"
             )
@@ -335,10 +358,10 @@ class Parser:
             if name == "inf":
                 return self.graph.number(float("inf"))
             return self.graph.node("name", NAMES[name], value=name)
-        if name in FUNCTIONS:
+        if name in FUNCTIONS or name in self.functions:
             raise self.error(at, f"{name} is a function; give it its arguments in brackets")
         known = [*(n for n in NAMES if n not in self.hidden), *self.operands]
-        close = difflib.get_close_matches(name, [*known, *FUNCTIONS], 1)
+        close = difflib.get_close_matches(name, [*known, *FUNCTIONS, *self.functions], 1)
         guess = f"did you mean {close[0]}? " if close else ""
         raise self.error(
             at, f"unknown name {name}; {guess}there are {', '.join(known)}, and what is given as {name}=..."
@@ -415,11 +438,14 @@ class Parser:
         return self.choice(at, at.test, at.body, at.orelse)
 
     def visit_call(self, at: ast.Call) -> Node:
+        if isinstance(at.func, ast.Name) and at.func.id in self.functions:
+            return self.visit_function(at, at.func.id)
         if not isinstance(at.func, ast.Name) or at.func.id not in FUNCTIONS:
             name = ast.unparse(at.func)
-            close = difflib.get_close_matches(name, FUNCTIONS, 1)
+            known = [*FUNCTIONS, *self.functions]
+            close = difflib.get_close_matches(name, known, 1)
             guess = f"did you mean {close[0]}? " if close else ""
-            raise self.error(at.func, f"{name:.40} is no function here; {guess}there are {', '.join(FUNCTIONS)}")
+            raise self.error(at.func, f"{name:.40} is no function here; {guess}there are {', '.join(known)}")
         name = at.func.id
         least, most = FUNCTIONS[name]
         if at.keywords or any(isinstance(x, ast.Starred) for x in at.args) or not least <= len(at.args) <= most:
@@ -438,6 +464,32 @@ class Parser:
         if name == "int":
             return x if x.type == "int" else self.graph.node("int", "int", x)
         return self.graph.node(name, "real", self.graph.real(x))
+
+    def visit_function(self, at: ast.Call, name: str) -> Node:
+        """A call of a function in CUDA."""
+        self.used.add(name)
+        function = self.functions[name]
+        signature = function.signature
+        if at.keywords or any(isinstance(x, ast.Starred) for x in at.args):
+            raise self.error(at, f"{name} takes its arguments in order: it is {signature.text(function.name)}")
+        if len(at.args) != len(signature.parameters):
+            raise self.error(
+                at,
+                f"{name} has {len(at.args)} arguments here, and is {signature.text(function.name)} of {function.title}",
+            )
+        nodes = []
+        for side, (parameter, kind) in zip(at.args, signature.parameters, strict=True):
+            x = self.visit(side)
+            if kind == "real" and x.type == "int":
+                x = self.graph.real(x)
+            if x.type != kind:
+                hint = "; int(x) rounds towards 0" if (kind, x.type) == ("int", "real") else ""
+                raise self.error(
+                    side,
+                    f"{parameter} of {signature.text(function.name)} is {KINDS[kind]}, this is {KINDS[x.type]}{hint}",
+                )
+            nodes.append(x)
+        return self.graph.node("call", signature.value, *nodes, value=(name, function.name))
 
     def visit_subscript(self, at: ast.Subscript) -> Node:
         if not isinstance(at.value, ast.Name):
@@ -552,7 +604,7 @@ def slots_of(load: Node) -> Slots | None:
 
 # ---- in NumPy --------------------------------------------------------------------------------------------------------
 def evaluate(roots: Iterable[Node], real: np.dtype[Any], leaf: Callable[[Node, tuple[Any, ...]], Any]) -> list[Any]:
-    """Values of nodes; `leaf` gives those of names, numbers and elements of arrays, the latter for their indices."""
+    """Values of nodes; `leaf` gives those of names, numbers, elements of arrays and calls, the latter two for their arguments."""
     values: dict[Node, Any] = {}
     roots = list(roots)
     with np.errstate(all="ignore"):
@@ -560,7 +612,7 @@ def evaluate(roots: Iterable[Node], real: np.dtype[Any], leaf: Callable[[Node, t
             arguments = tuple(values[a] for a in x.args)
             if x.op == "const":
                 values[x] = number_type(x.type, real)(x.value)
-            elif x.op in ("name", "scalar", "load"):
+            elif x.op in ("name", "scalar", "load", "call"):
                 values[x] = leaf(x, arguments)
             elif x.op == "real":
                 values[x] = arguments[0].astype(real)
@@ -609,7 +661,7 @@ NUMPY: dict[str, Callable[..., Any]] = {
 }
 
 # ---- in CUDA ---------------------------------------------------------------------------------------------------------
-C_TYPES = {"int": "int", "real": "Real", "bool": "bool"}
+C_TYPES: dict[Type, str] = {"int": "int", "real": "Real", "bool": "bool"}
 #: by operation and type of the first operand
 CUDA: dict[str, str] = {
     "add int": "int(u32({0}) + u32({1}))",
@@ -659,9 +711,8 @@ class Text:
             elif x.op in ("name", "scalar"):
                 self.names[x] = self.leaf(x, arguments)
             else:
-                form = (
-                    self.leaf(x, arguments) if x.op == "load" else CUDA[f"{x.op} {x.args[0].type}"].format(*arguments)
-                )
+                plain = x.op not in ("load", "call")
+                form = CUDA[f"{x.op} {x.args[0].type}"].format(*arguments) if plain else self.leaf(x, arguments)
                 self.names[x] = f"x{len(self.lines)}"
                 self.lines.append(f"const {C_TYPES[x.type]} {self.names[x]} = {form};")
         return self.names[root]

@@ -19,7 +19,7 @@ class Mask(Modifier):
     cuda: ClassVar[str] = """
 struct Mask {
   static __device__ __forceinline__ bool visible(const Params& p, const Place& place, int q, int k) {
-    return static_cast<const u8*>(p.mask.data)[place.offset(p.mask) + q * p.mask.row + k * p.mask.column] != 0;
+    return *element_at<u8>(p.mask, place.offset(p.mask), q, k) != 0;
   }
 };
 """

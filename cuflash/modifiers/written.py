@@ -7,6 +7,9 @@ Numbers, arrays and their lengths are fields of the kernels' argument record, so
 Each way in which the expression indexes an array is an operand of its own: `ids[q] == ids[k]` reads one array as two.  An axis
 that goes by b, h, q or k alone is an axis of the scores, and is broadcast if its length is 1; any other index is computed, and
 clamped to its axis.
+
+What an expression cannot say, a function in CUDA may (function.py): it is one more operation, which comes with its derivatives
+and its NumPy twins.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from cuflash.modifiers.expression import (
     reached,
     slots_of,
 )
+from cuflash.modifiers.function import CudaFunction
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
     from cuflash.problem import Problem
 
 REAL_DTYPES = ("float16", "bfloat16", "float32", "float64")
+CALL_SIZE = 16  # of a call of a function, in operations: what registers are set aside for
 KEPT = 256  # classes that stay for the next use, beside those that somebody has
 
 
@@ -84,6 +89,7 @@ class Program:
     accesses: tuple[Access, ...]
     scalars: dict[str, str]  # fields of numbers, by the user's name
     partials: dict[str, Node]  # derivatives by elements of arrays, by field
+    functions: tuple[tuple[str, CudaFunction], ...] = ()  # by the user's names
 
     @property
     def needs_score(self) -> bool:
@@ -93,7 +99,7 @@ class Program:
     @property
     def size(self) -> int:
         """Operations of the expression."""
-        return sum(bool(x.args) for x in reached([self.root]))
+        return sum(CALL_SIZE if x.op == "call" else bool(x.args) for x in reached([self.root]))
 
     def access(self, field: str) -> Access:
         return next(a for a in self.accesses if a.field == field)
@@ -112,6 +118,7 @@ class Written(Modifier):
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     gradients: tuple[str, ...]
     given: dict[str, Given] = array_field()
+    functions: dict[str, CudaFunction] = array_field()  # whose twins do not compare
 
     @property
     def title(self) -> str:
@@ -124,7 +131,16 @@ class Written(Modifier):
 
     def __reduce__(self) -> Any:
         base = ScoreModifier if self.kind == "score" else MaskModifier
-        return made, (base, self.expression, self.gradients, self.given)
+        return made, (base, self.expression, self.gradients, self.given, self.functions)
+
+    # The text may be a user's own: nothing is looked for in it.
+    @classmethod
+    def knows_tiles(cls) -> bool:
+        return False
+
+    @classmethod
+    def has_slope(cls) -> bool:
+        return cls.program.slope is not None
 
     # ---- arrays --------------------------------------------------------------------------------------------------
     def arrays(self) -> dict[str, Any]:
@@ -149,6 +165,7 @@ class Written(Modifier):
         for name in ("expression", "scalars", "shapes", "gradients"):
             object.__setattr__(new, name, getattr(self, name))
         object.__setattr__(new, "given", given)
+        object.__setattr__(new, "functions", self.functions)
         return new
 
     def values(self, problem: Problem) -> dict[str, float | int]:
@@ -216,6 +233,13 @@ class Written(Modifier):
         return None
 
     # ---- NumPy twin ----------------------------------------------------------------------------------------------
+    def twin_operands(
+        self, problem: Problem, operands: Mapping[str, Any], numbers: Mapping[str, int], first_entry: int
+    ) -> dict[str, Any]:
+        for function in self.functions.values():
+            function.check_twins(repr(self))
+        return {}
+
     def computed(self, roots: Iterable[Node], tile: Tile, real: np.dtype[Any], s: Array | None = None) -> list[Array]:
         """Values of nodes in a tile."""
         accesses = {a.load: a for a in self.program.accesses}
@@ -223,6 +247,9 @@ class Written(Modifier):
         def leaf(x: Node, index: tuple[Any, ...]) -> Any:
             if x.op == "load":
                 return self.elements(accesses[x], tile, index, real)
+            if x.op == "call":
+                local, name = x.value
+                return self.functions[local].computed(name, index, x.type, real)
             if x.op == "scalar":
                 return number_type(x.type, real)(self.given[x.value].value)
             return s if x.value == "s" else PLACES_IN_NUMPY[x.value](tile)
@@ -295,7 +322,8 @@ class ScoreModifier(Written):
         sequence of them.
     operands
         Numbers, and arrays of any strides: real ones of any dtype (computed with in float32, float64 for float64), int32 or bool;
-        sequences and NumPy arrays of other integers are converted where their values fit.  An index that is just b, h, q or k
+        sequences and NumPy arrays of other integers are converted where their values fit.  A `CudaFunction` is called by the name
+        that it is given as.  An index that is just b, h, q or k
         needs an axis of that length, or of length 1, which is repeated.  Any other index is clamped to its axis: nothing
         outside of an array is ever read.
 
@@ -325,7 +353,7 @@ class ScoreModifier(Written):
     called: ClassVar[str] = "ScoreModifier"
 
     def __new__(cls, expression: str, /, *, gradients: str | Iterable[str] = (), **operands: Any) -> ScoreModifier:
-        return cast(ScoreModifier, made(ScoreModifier, expression, gradients, described("ScoreModifier", operands)))
+        return cast(ScoreModifier, made(ScoreModifier, expression, gradients, *described("ScoreModifier", operands)))
 
     def __init__(self, expression: str, /, *, gradients: str | Iterable[str] = (), **operands: Any) -> None:
         pass  # `made` did it
@@ -375,7 +403,7 @@ class MaskModifier(Written):
     called: ClassVar[str] = "MaskModifier"
 
     def __new__(cls, expression: str, /, **operands: Any) -> MaskModifier:
-        return cast(MaskModifier, made(MaskModifier, expression, (), described("MaskModifier", operands)))
+        return cast(MaskModifier, made(MaskModifier, expression, (), *described("MaskModifier", operands)))
 
     def __init__(self, expression: str, /, **operands: Any) -> None:
         pass  # `made` did it
@@ -391,16 +419,19 @@ def filled(x: Any, s: Array) -> Array:
 
 
 # ---- what is given ---------------------------------------------------------------------------------------------------
-def described(title: str, operands: Mapping[str, Any]) -> dict[str, Given]:
-    """Types and shapes of the arrays and numbers that an expression names."""
-    found = {}
+def described(title: str, operands: Mapping[str, Any]) -> tuple[dict[str, Given], dict[str, CudaFunction]]:
+    """Types and shapes of the arrays and numbers that an expression names, and the functions that it calls."""
+    found, functions = {}, {}
     for name, x in sorted(operands.items()):
         if name in NAMES or name in FUNCTIONS:
             raise ArgumentError(f"{title}: nothing can be given as {name}=, which has a meaning of its own; rename it")
         if not (name.isidentifier() and name.isascii()):
             raise ArgumentError(f"{title}: {name!r:.40} is no name of letters, digits and _; rename it")
-        found[name] = described_one(f"{name} of {title}", x)
-    return found
+        if isinstance(x, CudaFunction):
+            functions[name] = x
+        else:
+            found[name] = described_one(f"{name} of {title}", x)
+    return found, functions
 
 
 def described_one(name: str, x: Any) -> Given:
@@ -439,7 +470,13 @@ def described_one(name: str, x: Any) -> Given:
     return Given(kind, shape, dtype, x)
 
 
-def made(base: type[Written], expression: str, gradients: Any, given: dict[str, Given]) -> Written:
+def made(
+    base: type[Written],
+    expression: str,
+    gradients: Any,
+    given: dict[str, Given],
+    functions: dict[str, CudaFunction],
+) -> Written:
     """The modifier of an expression: an instance of the class that belongs to it."""
     if not isinstance(expression, str):
         raise ArgumentError(f"{base.called}({expression!r:.80}): must be a text, such as 's - 0.5 * abs(q - k)'")
@@ -462,13 +499,14 @@ def made(base: type[Written], expression: str, gradients: Any, given: dict[str, 
             )
     names = tuple(dict.fromkeys(names))
     operands = tuple((n, Operand(x.type, None if x.shape is None else len(x.shape))) for n, x in given.items())
-    kind = class_of(cast(Any, base), expression, operands, names)
+    kind = class_of(cast(Any, base), expression, operands, names, tuple(functions.items()))
     new = object.__new__(kind)
     object.__setattr__(new, "expression", kind.text)  # type: ignore[attr-defined]
     object.__setattr__(new, "scalars", tuple((n, x.value) for n, x in given.items() if x.shape is None))
     object.__setattr__(new, "shapes", tuple((n, x.shape) for n, x in given.items() if x.shape is not None))
     object.__setattr__(new, "gradients", names)
     object.__setattr__(new, "given", given)
+    object.__setattr__(new, "functions", functions)
     return new
 
 
@@ -480,13 +518,17 @@ _lock = threading.Lock()
 
 @lru_cache(maxsize=KEPT)
 def class_of(
-    base: type[Written], expression: str, operands: tuple[tuple[str, Operand], ...], gradients: tuple[str, ...]
+    base: type[Written],
+    expression: str,
+    operands: tuple[tuple[str, Operand], ...],
+    gradients: tuple[str, ...],
+    functions: tuple[tuple[str, CudaFunction], ...],
 ) -> type[Written]:
     """The class of an expression; equal ones share it."""
     hidden = {"s": "a mask does not depend on the score s"} if base.kind == "mask" else {}
-    parser = Parser(base.called, expression, dict(operands), hidden)
+    parser = Parser(base.called, expression, dict(operands), hidden, dict(functions))
     root, text = parser.parse("bool" if base.kind == "mask" else "real")
-    identity = repr((base.kind, text, operands, gradients))
+    identity = repr((base.kind, text, operands, gradients, *((name, x.identity) for name, x in functions)))
     name = f"{base.kind}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     with _lock:
         found = CLASSES.get(name)
@@ -545,7 +587,7 @@ def programmed(
         partials |= found
     parser.check_size([root, *([slope] if slope else []), *partials.values()])
     scalars = {n: f"{name}_of_{n}" for n, x in operands.items() if x.axes is None}
-    return Program(root, slope, tuple(accesses), scalars, partials)
+    return Program(root, slope, tuple(accesses), scalars, partials, tuple(parser.functions.items()))
 
 
 def fields_of(program: Program, operands: Mapping[str, Operand]) -> tuple[tuple[str, str], ...]:
@@ -574,17 +616,18 @@ PLACES = {
 def cuda_of(kind: str, name: str, expression: str, program: Program) -> str:
     """The struct; messages of a compiler point to the expression in place of a file."""
     if kind == "mask":
-        body = f"{QUALIFIERS} bool visible({HERE}) {{\n{function(program, program.root)}\n  }}"
+        body = f"{QUALIFIERS} bool visible({HERE}) {{\n{function(program, name, program.root)}\n  }}"
     else:
         body = f"""static constexpr bool kHasSlope = {str(program.slope is not None).lower()};
   {QUALIFIERS} Real apply({HERE}, Real s) {{
-{function(program, program.root)}
+{function(program, name, program.root)}
   }}
   {QUALIFIERS} Real apply_with_slope({HERE}, Real s, Real& slope) {{
-{function(program, program.root, program.slope)}
+{function(program, name, program.root, program.slope)}
   }}
-{gradients_of(program)}"""
-    return f"""
+{gradients_of(program, name)}"""
+    functions = "\n".join(x.cuda(namespace_of(name, local)) for local, x in program.functions)
+    return f"""{functions}
 #line 1 "{expression}"
 struct {name.capitalize()} {{
   {body}
@@ -593,7 +636,12 @@ struct {name.capitalize()} {{
 """
 
 
-def statements(program: Program) -> Text:
+def namespace_of(name: str, local: str) -> str:
+    """Where the text of a function stands, so that its names meet no others."""
+    return f"{name}_{local}"
+
+
+def statements(program: Program, name: str) -> Text:
     """Statements that compute nodes of the expression."""
     accesses = {a.load: a for a in program.accesses}
 
@@ -603,52 +651,52 @@ def statements(program: Program) -> Text:
         if x.op == "scalar":
             field = f"p.{program.scalars[x.value]}"
             return f"({field} != 0)" if x.type == "bool" else field
+        if x.op == "call":
+            local, called = x.value
+            return f"{namespace_of(name, local)}::{called}({', '.join(index)})"
         a = accesses[x]
         kind = {"bool": "u8"}.get(x.type, C_TYPES[x.type])
-        element = f"static_cast<const {kind}*>(p.{a.field}.data)[{offset(a, a.field, index)}]"
+        element = f"*{address(a, a.field, kind, index)}"
         return f"{element} != 0" if x.type == "bool" else element
 
     return Text(leaf)
 
 
-def offset(a: Access, view: str, index: tuple[str, ...]) -> str:
-    """Where the element that an access reads lies in a view."""
+def address(a: Access, view: str, kind: str, index: tuple[str, ...]) -> str:
+    """Of the element that an access reads, in a view."""
 
-    def side(axis: int, limit: str, position: str) -> str:
-        return f"clamped({index[axis]}, p.{limit})" if limit else position
+    def side(axis: int | None, limit: str, position: str) -> str:
+        return "0" if axis is None else f"clamped({index[axis]}, p.{limit})" if limit else position
 
     terms = []
     if a.slots.batch is not None:
         terms.append(f"place.batch_offset(p.{view})")
     if a.slots.head is not None:
         terms.append(f"place.head * p.{view}.head")
-    if a.slots.row is not None:
-        terms.append(f"{side(a.slots.row, a.row_limit, 'q')} * p.{view}.row")
-    if a.slots.column is not None:
-        terms.append(f"{side(a.slots.column, a.column_limit, 'k')} * p.{view}.column")
-    return " + ".join(terms) or "0"
+    row, column = side(a.slots.row, a.row_limit, "q"), side(a.slots.column, a.column_limit, "k")
+    return f"element_at<{kind}>(p.{view}, {' + '.join(terms) or '0'}, {row}, {column})"
 
 
-def function(program: Program, root: Node, slope: Node | None = None) -> str:
+def function(program: Program, name: str, root: Node, slope: Node | None = None) -> str:
     """The body of a function of the root's value, which also multiplies `slope`."""
-    text = statements(program)
+    text = statements(program, name)
     value = text.of(root)
     if slope is not None:
         text.lines.append(f"slope *= {text.of(slope)};")
     return "\n".join(f"    {line}" for line in (*text.lines, f"return {value};"))
 
 
-def gradients_of(program: Program) -> str:
+def gradients_of(program: Program, name: str) -> str:
     """A struct that adds the terms of one score to the gradients of arrays: at once where the element depends on the position.
 
     What a thread adds to one element for all its scores is kept until the last of them.
     """
-    text, kept, ends = statements(program), [], []
+    text, kept, ends = statements(program, name), [], []
     for i, (field, partial) in enumerate(program.partials.items()):
         a, view = program.access(field), f"d{field}"
         term = f"ds * {text.of(partial)}"
         index = tuple(text.of(x) for x in a.load.args)
-        add = f"atomicAdd(static_cast<Real*>(p.{view}.data) + ({offset(a, view, index)}), "
+        add = f"atomicAdd({address(a, view, 'Real', index)}, "
         if a.slots.row is None and a.slots.column is None:
             kept.append(f"    Real sum{i} = Real(0);\n")
             text.lines.append(f"sum{i} += {term};")

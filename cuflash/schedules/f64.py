@@ -125,10 +125,11 @@ def best_backward(
     modifiers: int,
     shared_limit: int,
     aligned: bool,
+    whole: bool = False,
 ) -> BackwardF64 | None:
     """The fastest by estimate of the tiles that fit, or None: 16 rows of dk and dv must fit a warp.
 
-    `modifiers` are the registers that these take.
+    `modifiers` are the registers that these take; with `whole`, tiles divide blocks of 128 that are hidden or not.
     """
     if shared_limit <= SLOW:
         return None
@@ -139,6 +140,8 @@ def best_backward(
         too_long = (config.block_q > max_q and config.block_q > 16) or (config.block_k > max_k and config.block_k > 16)
         scores = config.sum_registers + config.block_q * config.row_blocks * (3 if has_slopes else 2)
         if too_long or config.shared_bytes(8) > shared_limit or config.sum_registers > MAX_SUMS:
+            continue
+        if whole and 128 % config.block_q:
             continue
         if scores > limit or config.sum_registers + config.dq_registers > MAX_DQ:
             continue

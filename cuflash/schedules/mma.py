@@ -200,6 +200,8 @@ def forward_registers(problem: Problem, tile: tuning.ForwardTile, aligned: bool,
 
     The limits are those below which the compiler's reports show no spill (tests/test_compile_matrix.py).
     """
+    if is_crowded(problem):
+        return 80
     if tile.block_q // tile.warps <= STEP:
         return 152 if is_rich(problem) and tile.stages == 1 else 192
     if statistics:  # a warp with twice the rows has no registers for twice the numbers
@@ -218,7 +220,8 @@ def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit
         aligned = aligned and not (problem.modifier("dropout") and any(m.kind != "drop" for m in looking(problem)))
         if chunked:
             return 80 if aligned and not differentiates(problem) else 48
-        return 144 if tile.query_warps > 1 and aligned and shared_limit > SM_75_SHARED else 112
+        many = len(looking(problem)) >= 4  # slopes, addresses and marks of masks at once
+        return 144 if tile.query_warps > 1 and aligned and shared_limit > SM_75_SHARED and not many else 112
     if shared_limit <= SM_75_SHARED:  # which copies through registers
         return 112
     if tile.query_warps > 1:
@@ -266,7 +269,7 @@ def columns(problem: Problem, shared_limit: int, aligned: bool) -> ForwardColumn
     head_dim = padded(problem.head_dim, STEP)
     for tile in tuning.COLUMNS_MMA:
         needed = tile.block_k * (tile.block_q + (head_dim // 2 if tile.k_in_registers else 0)) // (32 * tile.warps)
-        if needed > (64 if is_rich(problem) else 128):
+        if needed > (32 if is_crowded(problem) else 64 if is_rich(problem) else 128):
             continue
         config = ForwardColumnsMma(
             head_dim=head_dim,

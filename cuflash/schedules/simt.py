@@ -395,7 +395,8 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardSimt
     )
     has_slopes, taken = any(m.has_slope() for m in problem.modifiers), modifier_registers(problem)
     if problem.dtype == "float64":
-        found = f64.best_backward(*sizes, *longest_sides, has_slopes, taken, shared_limit, aligned)
+        whole = any(m.knows_tiles() for m in problem.modifiers)
+        found = f64.best_backward(*sizes, *longest_sides, has_slopes, taken, shared_limit, aligned, whole)
         if found is not None:
             return found
     itemsize = 8 if problem.dtype == "float64" else 4

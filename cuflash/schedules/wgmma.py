@@ -15,7 +15,7 @@ from cuflash.modifiers import Tile, Written
 from cuflash.place import Placed
 from cuflash.problem import Problem
 from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
-from cuflash.schedules.mma import BackwardConvert, is_rich
+from cuflash.schedules.mma import BackwardConvert, is_rich, keeps_scores
 from cuflash.tensormap import PANEL_ALIGNMENT, PANEL_COLUMNS, panel_bytes
 from cuflash.variant import ITEMSIZE
 
@@ -235,14 +235,13 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
         return f"its backward does not pass over the tiles that {', '.join(sparse)} hides"
     if problem.modifier("dropout"):
         return "it has no registers left to draw the random numbers of Dropout in"
-    changed = [m.name for m in problem.modifiers if m.kind in ("score", "mask")]
     widest = max(problem.head_dim, problem.head_dim_v)
-    others = [name for name in changed if name != "softcap"]
-    derived = [m for m in problem.modifiers if isinstance(m, Written) and (m.gradients or m.has_slope())]
-    if for_backward and derived:
-        return f"its backward has no room for the derivatives of {derived[0]!r}"
-    if for_backward and others and others != changed and widest > 96:
-        return f"its backward has no room for the slopes of softcap beside {', '.join(others)} at head size {widest}"
+    sloped = [m for m in problem.modifiers if m.has_slope()]
+    others = [m for m in problem.modifiers if m.kind in ("score", "mask") and m not in sloped]
+    if for_backward and sloped and (others or keeps_scores(problem)) and widest > 96:
+        called = [m.title if isinstance(m, Written) else m.name for m in (sloped[0], *others)]
+        beside = f" beside {', '.join(called[1:])}" if others else " and the scores that its gradients depend on"
+        return f"its backward has no room for the slopes of {called[0]}{beside} at head size {widest}"
     try:
         count = (backward if for_backward else forward)(problem, device.shared_limit, True).blocks(problem)
         if count > MAX_TILES:

@@ -27,6 +27,7 @@ CASES = {
     "growing": Case("growing", "float16", heads_k=1, causal=True, values="dominant key late", scale=2.0, head_dim=24),
     "empty rows": Case("empty rows", "float16", heads_k=1, causal=True, seq_q=45, seq_k=33, dlse=True, head_dim=24),
     "wide values": Case("wide values", "float16", head_dim=8, head_dim_v=88),
+    "summed": Case("summed", "float16", bias="1hq1", head_dim=24),
     "modified": Case("modified", "float16", softcap=1.0, mask="hqk", bias="b1qk", window=(20, 9), head_dim=24),
     # many blocks add to one tile of queries, and with a window others to each
     "turns": Case("turns", "float16", batch=(), heads_k=1, seq_q=100, seq_k=180, head_dim=24),
@@ -191,7 +192,11 @@ MUTANTS = [
     sown("backward_mma", "delta is ignored",
          "return probability * (dp - delta);", "return probability * dp;"),
     sown("backward_mma", "gradients of the bias are transposed",
-         "q * view.row + k * view.column, ds[i]", "k * view.row + q * view.column, ds[i]", case="modified"),
+         "element_at<Real>(view, offset, q, k);", "element_at<Real>(view, offset, k, q);", case="modified"),
+    sown("backward_mma", "lanes are left out of the sums of a bias",
+         "return x + __shfl_xor_sync(0xffffffffu, x, 16);", "return x;", case="summed"),
+    sown("forward_mma", "scores with a bias are not hidden",
+         "s[i] = -infinity<Real>();", "", case="modified"),
     # ---- hardware
     sown("forward_mma", "keys beyond the length are copied",
          "at >= valid.begin && at < valid.end ? present : 0", "present"),

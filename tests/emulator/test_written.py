@@ -10,9 +10,9 @@ import pytest
 
 from cuflash import arrays, problem, tuning
 from cuflash.backends import described_device
-from cuflash.modifiers import ALiBi, MaskModifier, Modifier, ScoreModifier
+from cuflash.modifiers import MaskModifier, Modifier, ScoreModifier
 from tests import written_cases
-from tests.cases import Case
+from tests.cases import DTYPES, Case
 from tests.emulator.kernels import SEEDS, backward, check_call, forward
 from tests.emulator.test_mma import target_id
 from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
@@ -44,6 +44,8 @@ def made(dtype: str, chain: tuple[Modifier, ...], **options: Any) -> tuple[probl
         (MMA, ("table", "masks"), {"sinks": "1", "dropout": 0.2}),
         (SIMT, ("slopes", "clamped table"), {"scale": -0.3}),
         (SIMT, ("everything",), {"window": (30, 9), "lengths": (50, 31)}),
+        (MMA, ("function",), {"softcap": 4.0}),
+        (SIMT, ("function",), {"causal": True}),
     ],
     ids=lambda x: target_id(x) if x in (MMA, SIMT) else "-".join(x),
 )
@@ -69,18 +71,34 @@ def test_numbers() -> None:
     check_call(call, dout, dlse, 75, (0, 1), sanitize=True)
 
 
-@pytest.mark.parametrize("target", [MMA, SIMT], ids=target_id)
-def test_as_the_built_in_one(target: tuple[int, str]) -> None:
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *(("mma", name) for name in written_cases.FORMS),
+        *(("simt", name) for name in ("alibi", "softcap in CUDA", "documents")),
+        *(("wgmma", name) for name in ("alibi", "softcap", "dilated")),  # it leaves Documents to mma
+    ],
+)
+def test_as_the_built_in_one(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal bits of every result, with sums in a fixed order."""
-    slopes = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
-    own = ScoreModifier("s - slope[h] * abs(q + seq_k - seq_q - k)", slope=slopes)
+    monkeypatch.setattr(tuning, "FORWARD_WGMMA", (TILE,))
+    dtype = "float32" if backend == "simt" else "bfloat16"
+    device = {"mma": described_device(80), "simt": described_device(75), "wgmma": hopper()}[backend]
+    own, options = written_cases.forms(SIZES, DTYPES[dtype])[name]
     found = []
-    for modifier in (own, ALiBi(slopes)):
-        call, dout, dlse = made(target[1], (modifier,), causal=True)
-        out, lse = forward(call, target[0], 3)
-        gradients = backward(call, out, lse, dout, dlse, target[0], 3, deterministic=True)
-        found.append((out, lse, *gradients))
-    for got, want in zip(*found, strict=True):
+    for given in ({"modifiers": own}, options):
+        case = Case("own", dtype, heads_q=4, seq_q=SIZES[2], seq_k=SIZES[3], dlse=True)
+        made = case.make()
+        call = problem.describe(made["q"], made["k"], made["v"], **{**made["options"], "modifiers": (), **given})
+        out, lse = forward(call, device, 3, requested=backend)
+        results = [out, lse]
+        if "bias" not in given:
+            gradients = backward(
+                call, out, lse, made["dout"], made["dlse"], device, 3, deterministic=True, requested=backend
+            )
+            results += gradients[:3]
+        found.append(results)
+    for got, want in zip(*found, strict=False):
         assert got.tobytes() == want.tobytes()
 
 
@@ -117,8 +135,9 @@ def test_packed_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None
         judge.check_backward(backward(call, out, lse, dout, None, device, seed, requested=backend))
 
 
-def test_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its forward takes expressions of any derivative."""
+@pytest.mark.parametrize("head_dim", [24, 136])
+def test_hopper(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slopes, and gradients that need the scores; by split roles, where there is room for no slopes beside these."""
     monkeypatch.setattr(tuning, "FORWARD_WGMMA", (TILE,))
-    call, _, _ = made("bfloat16", written_cases.chains(SIZES)["composed"][1:])
-    check_call(call, None, None, hopper(), SEEDS, requested="wgmma", with_backward=False)
+    chain = written_cases.chains(SIZES)["composed" if head_dim == 24 else "table"]
+    check_call(*made("bfloat16", chain, head_dim=head_dim), hopper(), SEEDS, requested="wgmma")

@@ -53,21 +53,73 @@ __device__ __forceinline__ void store_statistics(const Softmax& softmax, const F
   if constexpr (kEntropy) store_row_values(p.entropy, f, place, rows, [&](int slot) { return softmax.entropy(slot); });
 }
 
-// Gradient of an additive operand: its axes of stride 0 are sums.
+// Sums of a fragment over the thread's elements of one row, and of one column.
+template <class Fragment> __device__ __forceinline__ Real thread_row_sum(const Real (&x)[Fragment::kSize], int slot) {
+  Real sum = 0;
+#pragma unroll
+  for (int i = 0; i < Fragment::kSize; ++i)
+    if (Fragment::slot(i) == slot) sum += x[i];
+  return sum;
+}
+template <class Fragment>
+__device__ __forceinline__ Real thread_column_sum(const Real (&x)[Fragment::kSize], int first) {
+  Real sum = 0;
+#pragma unroll
+  for (int i = 0; i < Fragment::kSize; ++i)
+    if (Fragment::column_index(i) == Fragment::column_index(first)) sum += x[i];
+  return sum;
+}
+
+// Gradient of an additive operand, whose axes of stride 0 are sums: a warp adds up its part of a tile along them before it adds
+// to memory.  Elements that do not exist have gradients of 0.
 template <class Fragment>
 __device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::kSize], const Fragment& f,
                                                      const View& view, const Params& p, const Place& place,
                                                      Corner corner) {
   typedef Positions<Fragment> At;
   if (!view.data) return;
-  Real* to = static_cast<Real*>(view.data) + place.offset(view);
-#pragma unroll
-  for (int i = 0; i < Fragment::kSize; ++i) {
+  const i64 offset = place.offset(view);
+  const auto add = [&](int i, Real sum) {  // to where element i belongs
     const int q = At::q(f, corner, i), k = At::k(f, corner, i);
-    if (q < place.seq_q(p) && k < place.key_count && ds[i] != Real(0))
-      atomicAdd(to + q * view.row + k * view.column, ds[i]);
+    Real* to = element_at<Real>(view, offset, q, k);
+    if ((q < place.seq_q(p)) & (k < place.key_count) & (sum != Real(0))) atomicAdd(to, sum);
+  };
+  const bool sums_rows = (Fragment::kTransposed ? view.column : view.row) == 0;
+  const bool sums_columns = (Fragment::kTransposed ? view.row : view.column) == 0;
+  if (sums_rows) {
+    Real total = 0;
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i) {
+      if (Fragment::slot(i) != 0) continue;  // one for each of the thread's columns
+      const Real sum = Fragment::column_sum(thread_column_sum<Fragment>(ds, i));
+      if (sums_columns)
+        total += sum;
+      else if (Fragment::leads_lanes_of_column())
+        add(i, sum);
+    }
+    if (sums_columns) {
+      total = Fragment::row_sum(total);
+      if (Fragment::leads_lanes_of_row() && Fragment::leads_lanes_of_column() && total != Real(0))
+        atomicAdd(element_at<Real>(view, offset, 0, 0), total);
+    }
+  } else if (sums_columns) {
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i) {
+      if (Fragment::column_index(i) != 0) continue;  // one for each of the thread's rows
+      const Real sum = Fragment::row_sum(thread_row_sum<Fragment>(ds, Fragment::slot(i)));
+      if (Fragment::leads_lanes_of_row()) add(i, sum);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i) {
+      if (i % 2 == 0) corner = {recomputed(corner.q), recomputed(corner.k)};  // as in scores_of
+      add(i, ds[i]);
+    }
   }
 }
+
+// Whether the backward adds to gradients of anything that scores are made of.
+constexpr bool kAddsGradients = kHasOperandGradients || Score::kAddsGradients;
 
 // `Score`, looked into only where it has gradients.
 template <class> struct WithGradients : Score {};

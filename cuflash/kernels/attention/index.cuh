@@ -18,8 +18,6 @@ struct Range {  // half-open interval of positions
 __device__ __forceinline__ int tiles_of(int length, int tile) { return (length + tile - 1) / tile; }
 __device__ __forceinline__ bool is_empty(Range positions) { return positions.begin >= positions.end; }
 
-__device__ __forceinline__ int recomputed(int x);  // hw/ptx.cuh
-
 // A row of an array as cuflash/tensormap.py describes it: its place along the axis of rows, and along the outermost one.  Rows
 // behind the last one of a packed segment lie outside the array.
 struct DescribedRow { int row, batch; };
@@ -228,6 +226,15 @@ template <class T> struct Matrix {
 };
 template <class T> __device__ __forceinline__ Matrix<T> matrix(const View& view, i64 offset) {
   return {static_cast<T*>(view.data) + offset, view.row, view.column};
+}
+
+// An element of an operand, from `offset` on in its batch entry and head.  Rows and columns of operands lie less than 2^31 bytes
+// apart (plan.py, check_operand), so that each takes one multiplication from 32 bits to 64.
+template <class T>
+__device__ __forceinline__ T* element_at(const View& view, i64 offset, int row, int column) {
+  const int row_bytes = low_word(view.row * i64(sizeof(T))), column_bytes = low_word(view.column * i64(sizeof(T)));
+  char* first = reinterpret_cast<char*>(static_cast<T*>(view.data) + offset);
+  return reinterpret_cast<T*>(first + i64(row) * row_bytes + i64(column) * column_bytes);
 }
 
 // A tile of a head; heads are counted over all batch entries.

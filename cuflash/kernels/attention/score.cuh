@@ -63,35 +63,68 @@ struct ScoreSlopes : Slopes<Fragment::kSize, Score::kHasSlope>, EnteringScores<F
 
 // In place: products -> scores.  `open` tiles need no tests (attention/mask.cuh, tile_is_open), except those of masks that
 // have to be asked about each element.
+//
+// Operands of elements that do not exist are read at the nearest one that does, and what follows from it is dropped: without a
+// branch around each element, all loads of a tile are under way together.  Positions are recomputed every now and then, else
+// addresses of all elements would be in registers at once.
 template <bool kWithSlope, class Fragment>
 __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlopes<Fragment>& slopes, const Fragment& f,
                                           const Params& p, const Place& place, Corner corner, bool open, Real scale) {
   typedef Positions<Fragment> At;
-  const bool clear = Visibility::kClearsTiles && open;
-  if (!Score::kIdentity || (Visibility::kHasMask && !clear)) {
-    // Operands are only read where the element exists and is visible.
+  constexpr bool kSloped = kWithSlope && Score::kHasSlope, kKept = kWithSlope && Score::kKeepsScores;
+  const int last_q = place.seq_q(p) - 1, last_k = place.seq_k(p) - 1;
+  const auto existing = [&](int i) -> Corner {
+    if (i % 2 == 0) {
+      if constexpr (Fragment::kTransposed) corner.q = recomputed(corner.q);
+      corner.k = recomputed(corner.k);
+    }
+    return {min(At::q(f, corner, i), last_q), min(At::k(f, corner, i), last_k)};
+  };
+  const auto hide = [&](int i) {
+    s[i] = -infinity<Real>();
+    if constexpr (kSloped) slopes.slot(i) = Real(1);
+    if constexpr (kKept) slopes.keep(i, Real(0));
+  };
+  const auto for_each_masked = [&](auto found) {
+    if constexpr (Visibility::kHasMask) {
+      if (Visibility::kClearsTiles && open) return;
+#pragma unroll
+      for (int i = 0; i < Fragment::kSize; ++i) {
+        const Corner at = existing(i);
+        if (!Visibility::visible(p, place, at.q, at.k)) found(i);
+      }
+    }
+  };
+  // Where slopes or scores are kept, masks are asked before these take registers.
+  constexpr bool kMarks = kSloped || kKept;
+  u32 masked[(Fragment::kSize + 31) / 32] = {};
+  if constexpr (kMarks) for_each_masked([&](int i) { masked[i / 32] |= 1u << i % 32; });
+  if constexpr (!Score::kIdentity) {
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i) {
+      const Corner at = existing(i);
+      const Real entering = s[i] * scale;
+      if constexpr (kKept) slopes.keep(i, entering);
+      if constexpr (kSloped) {
+        slopes.slot(i) = Real(1);
+        s[i] = Score::apply_with_slope(p, place, at.q, at.k, entering, slopes.slot(i));
+      } else {
+        s[i] = Score::apply(p, place, at.q, at.k, entering);
+      }
+      if constexpr (kMarks && Visibility::kHasMask)
+        if (masked[i / 32] >> i % 32 & 1) hide(i);
+    }
+  }
+  if (!open) {
     const RowRanges<Fragment> ranges(f, p, place, corner);
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) {
-      const int q = At::q(f, corner, i), k = At::k(f, corner, i);
-      const bool seen = clear || (ranges.contains(f, i) && q < place.seq_q(p) && Visibility::visible(p, place, q, k));
-      if constexpr (kWithSlope && Score::kHasSlope) slopes.slot(i) = Real(1);
-      if constexpr (kWithSlope && Score::kKeepsScores) slopes.keep(i, seen ? s[i] * scale : Real(0));
-      if (!seen) {
-        s[i] = -infinity<Real>();
-      } else if constexpr (!Score::kIdentity) {
-        if constexpr (kWithSlope && Score::kHasSlope)
-          s[i] = Score::apply_with_slope(p, place, q, k, s[i] * scale, slopes.slot(i));
-        else
-          s[i] = Score::apply(p, place, q, k, s[i] * scale);
-      }
+      bool seen = ranges.contains(f, i);
+      if constexpr (Visibility::kHasMask || !Score::kIdentity) seen &= At::q(f, corner, i) <= last_q;
+      if (!seen) hide(i);
     }
-  } else if (!open) {
-    const RowRanges<Fragment> ranges(f, p, place, corner);
-#pragma unroll
-    for (int i = 0; i < Fragment::kSize; ++i)
-      if (!ranges.contains(f, i)) s[i] = -infinity<Real>();
   }
+  if constexpr (!kMarks) for_each_masked(hide);
 }
 template <bool kWithSlope, class Fragment>
 __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlopes<Fragment>& slopes, const Fragment& f,

@@ -11,6 +11,24 @@ typedef unsigned long long u64;
 
 __device__ constexpr int power_of_two_from(int n) { return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2); }
 
+// A number that 32 bits hold; the compiler does not see that it had 64, and multiplies 32.
+__device__ __forceinline__ int low_word(i64 x) {
+  int word;
+  asm("cvt.u32.u64 %0, %1;" : "=r"(word) : "l"(x));
+  return word;
+}
+
+// The same value, but what follows from it is computed anew here instead of being kept in registers from before.
+__device__ __forceinline__ int recomputed(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+template <class T> __device__ __forceinline__ T* recomputed(T* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
 struct Half { u16 bits; };      // IEEE binary16
 struct Bfloat16 { u16 bits; };  // the upper half of a binary32
 struct E4m3 { u8 bits; };       // OCP's 8-bit float without infinities: 4 bits of exponent, 3 of fraction

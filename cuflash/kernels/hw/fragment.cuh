@@ -21,10 +21,15 @@ template <int kTilesRow, int kTilesColumn, bool kIsTransposed = false> struct Mm
   static __device__ __forceinline__ constexpr int block(int tile_row, int tile_column) {
     return (tile_row * kTilesColumn + tile_column) * 4;
   }
+  // Which of the thread's columns.
+  static __device__ __forceinline__ constexpr int column_index(int i) { return i / 4 % kTilesColumn * 2 + i % 2; }
   __device__ __forceinline__ int row(int slot) const { return first_row + slot / 2 * 16 + slot % 2 * 8; }
   __device__ __forceinline__ int column(int i) const { return first_column + i / 4 % kTilesColumn * 8 + i % 2; }
   // One of the four lanes that share a row.
   __device__ __forceinline__ bool leads_row() const { return threadIdx.x % 4 == 0; }
+  // One of the lanes that share a row, or a column.
+  static __device__ __forceinline__ bool leads_lanes_of_row() { return threadIdx.x % 4 == 0; }
+  static __device__ __forceinline__ bool leads_lanes_of_column() { return threadIdx.x % 32 < 4; }
 
   // Swaps with the thread that holds the same columns of the next row, where this one is even, else of the row before.
   static __device__ __forceinline__ u32 of_neighbour_row(u32 x) { return __shfl_xor_sync(0xffffffffu, x, 4); }
@@ -37,6 +42,11 @@ template <int kTilesRow, int kTilesColumn, bool kIsTransposed = false> struct Mm
   template <class T> static __device__ __forceinline__ T row_sum(T x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
+  }
+  template <class T> static __device__ __forceinline__ T column_sum(T x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 4);
+    x += __shfl_xor_sync(0xffffffffu, x, 8);
+    return x + __shfl_xor_sync(0xffffffffu, x, 16);
   }
 };
 

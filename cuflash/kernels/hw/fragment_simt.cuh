@@ -30,6 +30,7 @@ struct FragmentSimt {
       : first_row(row + Lanes::row(lane) * kRowRun), first_column(column + Lanes::column(lane) * kColumnRun) {}
 
   static __device__ __forceinline__ constexpr int slot(int i) { return i / kColumns; }
+  static __device__ __forceinline__ constexpr int column_index(int i) { return i % kColumns; }
   // From the thread's first row or column.
   static __device__ __forceinline__ constexpr int row_offset(int slot) {
     return slot / kRowRun * kRowStep + slot % kRowRun;
@@ -40,6 +41,10 @@ struct FragmentSimt {
   __device__ __forceinline__ int row(int slot) const { return first_row + row_offset(slot); }
   __device__ __forceinline__ int column(int i) const { return first_column + column_offset(i); }
   __device__ __forceinline__ bool leads_row() const { return first_column == 0; }
+
+  // One of the lanes that share a row, or a column.
+  static __device__ __forceinline__ bool leads_lanes_of_row() { return Lanes::column(int(threadIdx.x) % 32) == 0; }
+  static __device__ __forceinline__ bool leads_lanes_of_column() { return Lanes::row(int(threadIdx.x) % 32) == 0; }
 
   // Whether it holds for any thread that shares a row with this one, and for as many more as vote at once.
   static __device__ __forceinline__ bool any(bool x) { return __any_sync(~0u, x); }
@@ -52,6 +57,13 @@ struct FragmentSimt {
   static __device__ __forceinline__ Real row_sum(Real x) {
 #pragma unroll
     for (int bit = 2; bit < 2 * Lanes::kColumns; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
+    return x;
+  }
+  // Over the lanes that share a column.
+  static __device__ __forceinline__ Real column_sum(Real x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+#pragma unroll
+    for (int bit = 2 * Lanes::kColumns; bit < 32; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
     return x;
   }
 };

@@ -4,17 +4,6 @@
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
 
-// The same value, but what follows from it is computed anew here instead of being kept in registers from before.
-__device__ __forceinline__ int recomputed(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
-template <class T> __device__ __forceinline__ T* recomputed(T* x) {
-  asm volatile("" : "+l"(x));
-  return x;
-}
-
 // ---- named barriers (1 to 15; 0 is __syncthreads) ----------------------------------------------------------------------
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

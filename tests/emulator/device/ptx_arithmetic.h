@@ -17,6 +17,7 @@ inline void cvt_rn_bf16_f32(u16& d, float x) { d = Bf16::round(x); }
 inline void cvt_rn_f16_f32(u16& d, float x) { d = F16::round(x); }
 inline void cvt_f32_bf16(float& d, u16 x) { d = Bf16::value(x); }
 inline void cvt_f32_f16(float& d, u16 x) { d = F16::value(x); }
+inline void cvt_u32_u64(u32& d, u64 x) { d = u32(x); }
 inline void cvt_rn_f32_f64(float& d, double x) { d = float(x); }
 inline void cvt_f64_f32(double& d, float x) { d = x; }
 

@@ -1,0 +1,48 @@
+"""A bias of every broadcast shape on the device, forward and backward."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+import cuflash
+from tests.cases import Case
+from tests.gpu.device import Device, Kind
+from tests.tolerance import Expectation
+
+PATTERNS = ["".join(axes) for axes in product("b1", "h1", "q1", "k1")]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns(device: Device, kind: Kind, pattern: str, head_dim: int) -> None:
+    case = Case(
+        "bias", kind.dtype, heads_q=4, heads_k=2, seq_q=200, seq_k=330, head_dim=head_dim, bias=pattern, dlse=True
+    )
+    made, (call, dout, dlse) = case.make(), case.call()
+    expectation = Expectation(call, dout, dlse)
+    q, k, v = (device.put(made[x]) for x in "qkv")
+    bias = device.put(made["options"]["bias"])
+    out, lse = cuflash.attention(q, k, v, bias=bias, return_lse=True, backend=kind.backend)
+    expectation.check_forward(device.get(out), device.get(lse))
+    found = cuflash.attention_backward(
+        device.put(dout), q, k, v, out, lse, dlse=device.put(dlse), bias=bias, backend=kind.backend
+    )
+    assert found.dbias.shape == bias.shape
+    expectation.check_backward(type(found)(*map(device.get, found)))
+    device.check_inputs()
+
+
+def test_a_gradient_takes_no_more_than_the_bias() -> None:
+    """Of one row of numbers, for scores that would take 64 MiB in float32."""
+    import cupy
+
+    x = cupy.ones((1, 1, 4096, 64), cupy.float16)
+    bias = cupy.zeros((1, 1, 1, 4096), cupy.float16)
+    out, lse = cuflash.attention(x, x, x, bias=bias, return_lse=True)
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    cuflash.attention_backward(out, x, x, x, out, lse, bias=bias)
+    assert pool.total_bytes() - before < 4096 * 4096
