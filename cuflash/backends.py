@@ -50,6 +50,10 @@ RATES = {
 }
 
 
+#: products of 16-bit parts for one of float32 (schedules/split.py), by precision
+PRODUCTS = {None: 3, "tf32": 1}
+
+
 def floor_seconds(problem: Problem, device: Device) -> float | None:
     """Time below which no forward of this problem can end: the larger of arithmetic and memory traffic at peak rates.
 
@@ -58,7 +62,10 @@ def floor_seconds(problem: Problem, device: Device) -> float | None:
     if not (device.clock_hz and device.bytes_per_second and device.capability in RATES):
         return None
     itemsize = ITEMSIZE[problem.dtype]
-    rate = 2 // itemsize * RATES[device.capability][0] if itemsize < 4 else RATES[device.capability][itemsize // 8 + 1]
+    tensor, *scalar = RATES[device.capability]
+    rate = 2 // itemsize * tensor if itemsize < 4 else scalar[itemsize // 8]
+    if problem.dtype == "float32" and device.capability >= 80:  # by products of float16 parts
+        rate = max(rate, tensor // PRODUCTS[problem.precision])
     pairs = problem.batch_size * problem.heads_q * problem.seq_q * problem.seq_k
     flops = 2 * pairs * (problem.head_dim + problem.head_dim_v) * (0.5 if problem.modifier("causal") else 1)
     widths = problem.head_dim + problem.head_dim_v

@@ -35,7 +35,7 @@ CHAPTERS = {
     "Looking inside": ("attention_statistics", "Statistics", "attention_weights"),
     "Modifiers": (
         *("ALiBi", "KeyLengths", "Documents", "BlockMask", "Sinks", "Dropout", "dropout_mask"),
-        *("ScoreModifier", "MaskModifier"),
+        *("ScoreModifier", "MaskModifier", "CudaFunction"),
     ),
     "Pictures": ("draw_attention", "draw_tiles", "draw_recurrence", "draw_costs"),
     "Errors": (*("CuflashError", "ArgumentError", "ShapeError", "UnsupportedError", "VersionError", "CompileError"),),

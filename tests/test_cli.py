@@ -263,15 +263,18 @@ def test_explain_says_what_it_cannot_draw(monkeypatch, capsys, tmp_path):
     assert "--picture needs matplotlib: pip install 'cuflash[plot]'" in err
 
 
-@pytest.mark.parametrize(("capability", "dtype", "backend"), [(75, "float16", "mma"), (90, "float32", "simt")])
-def test_explain_describes_a_gpu_that_is_not_there(capsys, capability, dtype, backend):
+@pytest.mark.parametrize(
+    ("capability", "dtype", "backend", "kernel"),
+    [(75, "float16", "mma", "mma"), (75, "float32", "simt", "simt"), (90, "float32", "mma", "split")],
+)
+def test_explain_describes_a_gpu_that_is_not_there(capsys, capability, dtype, backend, kernel):
     shape = "2,8,2,1000,1001,64"
     code, out, _ = run(capsys, "explain", shape, "--capability", str(capability), "--dtype", dtype, "--causal")
     assert code == 0
     assert f"backend     {backend}\n" in out
     assert f"compute capability {capability / 10}" in out
-    assert f"cuflash_forward_{backend}_d64_" in out
-    assert f"cuflash_backward_{backend}_d64_" in out
+    assert f"cuflash_forward_{kernel}_d64_" in out
+    assert f"cuflash_backward_{kernel}_d64_" in out
     assert "workspace of the backward: " in out
 
 

@@ -93,9 +93,9 @@ def test_bad_arguments(changes: dict[str, Any], words: tuple[str, ...], error: t
 
 def test_options_are_those_of_attention() -> None:
     model, own = (inspect.signature(f).parameters for f in (cuflash.attention, cuflash.attention_weights))
-    assert [n for n in model if n not in ("v", "return_lse", "out", "batch_invariant", "backend")] == [
-        n for n in own if n != "rows"
-    ]
+    of_results = {"v", "return_lse", "out", "batch_invariant", "backend", "precision"}
+    of_8_bits = {"q_scale", "k_scale", "v_scale", "out_dtype"}
+    assert [n for n in model if n not in of_results | of_8_bits] == [n for n in own if n != "rows"]
     assert all(own[n] == model[n] for n in own if n != "rows")
     text = inspect.getdoc(cuflash.attention_weights) or ""
     listed = text.partition("\nParameters\n")[2].partition("\nReturns\n")[0]

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         del options["backend"]
         forward, backward = planned(arguments.shape, arguments.dtype, arguments.capability, arguments.backend, options)
-        config: Any = forward.steps[0].config
+        config: Any = forward.main.config
         tile = (config.block_q, config.block_k)
         print(described(forward, backward))
     if arguments.picture:
