@@ -107,7 +107,7 @@ FORWARD_MMA = (
 FORWARD_SPLIT = (
     # 92 and 85 (128 x 64 of 8 warps: 90 and 78, 128 x 128: 96 and 78)
     ForwardSplitTile(128, 32, 4, 2, 2, max_chunk=64, score_part=32),
-    # 103 and 89 (128 x 32: 91 and 84, 192 x 32 of 12 warps: 84 and 79, 64 x 32 of 4 warps: 98 and 83)
+    # without modifiers 103 (128 x 32: 91, causal 84, 192 x 32 of 12 warps: 84 and 79, 64 x 32 of 4 warps: 98 and 83; causal spills here)
     ForwardSplitTile(128, 64, 8, 2, 1, max_chunk=128, score_part=64),
     ForwardSplitTile(128, 64, 8, 2, 1, max_chunk=64, score_part=64),
     ForwardSplitTile(128, 32, 8, 2, 1, max_chunk=128, score_part=32),
@@ -185,10 +185,12 @@ FORWARD_WGMMA = (
     # S 4096: 667 full (128 x 128: 655), S 8192: 718 and 681 (689 and 658), S 16384: 737 and 707 (705 and 672)
     ForwardWgmmaTile(128, 192, 80, 3, 1, continuous=False, max_weight=7),
     ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_weight=9),
-    ForwardWgmmaTile(128, 128, 64, 3, 2, continuous=True),
+    ForwardWgmmaTile(128, 128, 64, 3, 2, continuous=True, max_weight=40),
+    ForwardWgmmaTile(128, 128, 32, 4, 2, continuous=True),
     ForwardWgmmaTile(192, 128, 128, 2, 1, continuous=False, max_weight=9),
     ForwardWgmmaTile(192, 128, 96, 2, 1, continuous=False, max_weight=9),
-    ForwardWgmmaTile(192, 128, 64, 2, 1, continuous=False),
+    ForwardWgmmaTile(192, 128, 64, 2, 1, continuous=False, max_weight=40),
+    ForwardWgmmaTile(192, 128, 32, 2, 1, continuous=False),
     # S 16384: 762 and 734, S 1024: 618 and 512
     ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, max_weight=7),
     ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False, max_weight=13),
@@ -198,7 +200,7 @@ FORWARD_WGMMA = (
 # The same kernel with 8-bit inputs; not measured yet.
 FORWARD_WGMMA_E4M3 = (
     ForwardWgmmaTile(64, 192, 128, 4, 2, continuous=False, max_weight=1),
-    ForwardWgmmaTile(64, 128, 128, 4, 2, continuous=True),
+    ForwardWgmmaTile(64, 128, 128, 4, 2, continuous=True, max_weight=20),
     # S 16384: 942 and 912
     ForwardWgmmaTile(128, 128, 192, 2, 2, continuous=True, max_keys=8192, max_weight=7),
     # S 16384: 980 and 914 (192 x 96 in three stages: 962 and 900, 128 x 160: 932 and 852, 128 x 128: 889 and 866, sums of each

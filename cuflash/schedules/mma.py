@@ -201,7 +201,7 @@ def forward_registers(problem: Problem, tile: tuning.ForwardTile, aligned: bool,
     The limits are those below which the compiler's reports show no spill (tests/test_compile_matrix.py).
     """
     if is_crowded(problem):
-        return 80
+        return 80 if aligned else 72
     if tile.block_q // tile.warps <= STEP:
         return 152 if is_rich(problem) and tile.stages == 1 else 192
     if statistics:  # a warp with twice the rows has no registers for twice the numbers

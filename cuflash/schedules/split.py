@@ -298,7 +298,12 @@ def forward(
 
 def register_limit(problem: Problem) -> int:
     """Limits below which the compiler's reports show no spill (tests/test_compile_matrix.py)."""
-    return 116 if mma.is_rich(problem) else 128
+    counted = [m for m in problem.modifiers if m.kind not in ("sum", "place")]
+    if not counted:
+        return 160
+    if mma.is_crowded(problem):
+        return 100
+    return 116 if mma.is_rich(problem) or len(counted) > 1 else 128
 
 
 def columns(problem: Problem, shared_limit: int, aligned: bool) -> simt.ForwardColumnsSimt:
