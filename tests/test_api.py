@@ -268,6 +268,8 @@ def test_an_explanation_prints_what_it_has() -> None:
 CALLS = [
     cuflash.attention,
     cuflash.attention_backward,
+    cuflash.attention_hvp,
+    cuflash.attention_jvp,
     cuflash.attention_statistics,
     cuflash.attention_vjp,
     cuflash.explain,
@@ -300,7 +302,7 @@ def test_every_call_documents_every_parameter(call: Any) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        *("api", "numpy_backend", "reference"),
+        *("api", "numpy_backend", "numpy_tangents", "reference"),
         *(f"modifiers.{name}" for name in ("alibi", "blocks", "documents", "dropout", "lengths", "sinks")),
     ],
 )

@@ -29,6 +29,7 @@ from cuflash.modifiers.expression import (
     FUNCTIONS,
     INT_MAX,
     INT_MIN,
+    MAX_NODES,
     NAMES,
     Node,
     Operand,
@@ -84,6 +85,7 @@ class Program:
     accesses: tuple[Access, ...]
     scalars: dict[str, str]  # fields of numbers, by the user's name
     partials: dict[str, Node]  # derivatives by elements of arrays, by field
+    curvature: Node | None = None  # second derivative by the score; None is 0 everywhere
 
     @property
     def needs_score(self) -> bool:
@@ -94,6 +96,11 @@ class Program:
     def size(self) -> int:
         """Operations of the expression."""
         return sum(bool(x.args) for x in reached([self.root]))
+
+    @property
+    def is_too_curved(self) -> bool:
+        """Whether the second derivative is too long to be computed."""
+        return self.curvature is not None and len(reached([self.root, self.curvature])) > MAX_NODES
 
     def access(self, field: str) -> Access:
         return next(a for a in self.accesses if a.field == field)
@@ -116,6 +123,10 @@ class Written(Modifier):
     @property
     def title(self) -> str:
         return self.called
+
+    @classmethod
+    def lacks_curvature(cls) -> bool:
+        return cls.program.is_too_curved
 
     def __repr__(self) -> str:
         scalars = "".join(f", {name}={value!r}" for name, value in self.scalars)
@@ -337,6 +348,10 @@ class ScoreModifier(Written):
         slope = self.program.slope
         return None if slope is None else filled(self.computed([slope], tile, s.dtype, s)[0], s)
 
+    def curvature(self, s: Array, tile: Tile) -> Array | None:
+        curvature = self.program.curvature
+        return None if curvature is None else filled(self.computed([curvature], tile, s.dtype, s)[0], s)
+
     def partial(self, operand: str, s: Array, tile: Tile) -> Array | None:
         return filled(self.computed([self.program.partials[operand]], tile, s.dtype, s)[0], s)
 
@@ -502,6 +517,7 @@ def class_of(
                 "differentiable": tuple(program.partials),
                 "tables": tuple(a.field for a in program.accesses if a.slots.is_table),
                 "cuda": cuda_of(base.kind, name, text, program),
+                "curved": curved_of(name, text, program),
             }
             found = CLASSES[name] = type(name.capitalize(), (base,), members)
     return found
@@ -521,12 +537,15 @@ def programmed(
                 f"{name}_columns{i}" if slots.column_computed else "",
             )
             accesses.append(Access(f"{name}_at{i}_{x.value}", x, slots, *limits))
-    slope = None
+    slope = curvature = None
     if root.type == "real":
         score = graph.node("name", "real", value="s")
         slope = graph.derivative(root, score)
+        curvature = graph.derivative(slope, score)
         if is_constant(slope, 1):
             slope = None
+        if is_constant(curvature, 0):
+            curvature = None
     partials: dict[str, Node] = {}
     for array in gradients:
         found = {a.field: graph.derivative(root, a.load) for a in accesses if a.array == array}
@@ -545,7 +564,7 @@ def programmed(
         partials |= found
     parser.check_size([root, *([slope] if slope else []), *partials.values()])
     scalars = {n: f"{name}_of_{n}" for n, x in operands.items() if x.axes is None}
-    return Program(root, slope, tuple(accesses), scalars, partials)
+    return Program(root, slope, tuple(accesses), scalars, partials, curvature)
 
 
 def fields_of(program: Program, operands: Mapping[str, Operand]) -> tuple[tuple[str, str], ...]:
@@ -588,6 +607,26 @@ def cuda_of(kind: str, name: str, expression: str, program: Program) -> str:
 #line 1 "{expression}"
 struct {name.capitalize()} {{
   {body}
+}};
+#line 1 "variant.cuh"
+"""
+
+
+def curved_of(name: str, expression: str, program: Program) -> str:
+    """The struct of its second derivative, where there is one that can be computed."""
+    if program.slope is None or program.curvature is None or program.is_too_curved:
+        return ""
+    text = statements(program)
+    value = text.of(program.root)
+    for variable, root in (("slope", program.slope), ("curvature", program.curvature)):
+        text.lines.append(f"{variable} = {text.of(root)};")
+    body = "\n".join(f"    {line}" for line in (*text.lines, f"return {value};"))
+    return f"""
+#line 1 "{expression}"
+struct {name.capitalize()}Curved {{
+  {QUALIFIERS} Real apply_with_curvature({HERE}, Real s, Real& slope, Real& curvature) {{
+{body}
+  }}
 }};
 #line 1 "variant.cuh"
 """
