@@ -54,6 +54,9 @@ _GRADIENTS: Fields = (
     ("int", "dk_vectors"),
     ("int", "dv_vectors"),
 )
+#: of forward mode; a null one is 0, or not asked for
+TANGENTS = ("q", "k", "v", "out", "lse")
+_TANGENTS: Fields = (*(("View", f"{name}_tangent") for name in TANGENTS), ("int", "out_tangent_vectors"))
 #: null unless dq is summed in turns
 _TURNS: Fields = (("Pointer", "turns"),)
 #: beside lse; a null one is not asked for.  Behind the modifiers' fields, so that kernels without them take the same record
@@ -80,15 +83,18 @@ _C_TYPES = {"View": "View", "Pointer": "void*", "u64": "u64", "int": "int", "Rea
 
 @cache
 def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = (), statistics: bool = False) -> Fields:
-    """The field table of a kernel: `direction` is "forward", "backward" or "decode"; `modifiers` are names in chain order.
+    """The field table of a kernel: `direction` is "forward", "backward", "jvp" or "decode"; `modifiers` are names in order.
 
     `maps` are names of arrays that the kernel reaches through tensor maps; `statistics` adds the views of `STATISTICS`.
     """
-    table = _INPUTS + (_GRADIENTS if direction == "backward" else ()) + _SHAPE + (("int", "out_vectors"),)
+    own: dict[str, Fields] = {"backward": _GRADIENTS, "jvp": _TANGENTS}
+    table = _INPUTS + own.get(direction, ()) + _SHAPE + (("int", "out_vectors"),)
     for name in modifiers:
         table += REGISTRY[name].fields
         if direction == "backward":
             table += tuple(("View", f"d{operand}") for operand in REGISTRY[name].differentiable)
+        if direction == "jvp":
+            table += tuple(("View", f"{operand}_tangent") for operand in REGISTRY[name].movable)
     if direction != "decode":
         table += _ORDER
     if direction == "backward":

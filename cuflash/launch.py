@@ -25,9 +25,11 @@ from cuflash.plan import (
     compacted,
     forward_arrays,
     is_mergeable,
+    jvp_arrays,
     places_of,
     plan_backward,
     plan_forward,
+    plan_jvp,
 )
 from cuflash.problem import Call, Problem, canonical, in_layout
 from cuflash.variant import ITEMSIZE
@@ -204,6 +206,24 @@ def backward(
             if getattr(found, name) is not target:
                 target[...] = getattr(found, name)
     return found._replace(**given)
+
+
+def jvp(
+    call: Call, tangents: Mapping[str, Any], requested: str | None = None, batch_invariant: bool = False
+) -> tuple[Any, Any, Any, Any]:
+    """Output, its tangent, lse and its tangent, with the axes (*batch, heads, seq, ...); `tangents` by name, without zeros."""
+    problem = call.problem
+    with cupy.cuda.Device(call.q.data.device_id):
+        results = {name: empty(problem.out_shape, problem, call.q.dtype) for name in ("out", "out_tangent")}
+        results |= {name: cupy.empty(problem.lse_shape, problem.accumulator) for name in ("lse", "lse_tangent")}
+        arrays = jvp_arrays(call, tangents, **results)
+        if batch_invariant:
+            arrays = compacted(problem, arrays)
+        if not is_mergeable(problem, arrays):
+            arrays = in_one_batch(problem, arrays)
+        plan = plan_jvp(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
+        run(plan, arguments_of(call, arrays))
+    return arrays["out"], arrays["out_tangent"], arrays["lse"], arrays["lse_tangent"]
 
 
 def zeros(shape: tuple[int, ...], problem: Problem, to: Any = None) -> Any:

@@ -9,6 +9,7 @@ include path and no system header is needed.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from importlib import resources
 
@@ -76,6 +77,7 @@ def prologue(variant: Variant) -> str:
             _sum([m for m in chain if m.kind == "sum"]),
             _drop([m for m in chain if m.kind == "drop"]),
             _operand_gradients(variant, chain),
+            *(_operand_tangents(chain) if variant.direction == "jvp" else ()),
         ]
     )
 
@@ -203,3 +205,16 @@ def _operand_gradients(variant: Variant, chain: list[type[Modifier]]) -> str:
     calls = " ".join(f"f(p.{view});" for view in views)
     return f"""constexpr bool kHasOperandGradients = {str(bool(views)).lower()};
 template <class Function> __device__ __forceinline__ void for_each_operand_gradient(const Params& p, Function f) {{ {calls} }}"""
+
+
+def _operand_tangents(chain: list[type[Modifier]]) -> Iterator[str]:
+    """`for_each_operand_tangent(p, f)` calls f with the view of the tangent of every operand that is added to scores.
+
+    `sink_tangent(p)` is the view of that of the sinks, which may be no array.
+    """
+    views = [f"p.{name}_tangent" for m in chain if m.kind == "score" for name in m.movable]
+    calls = " ".join(f"f({view});" for view in views)
+    yield "template <class Function>"
+    yield f"__device__ __forceinline__ void for_each_operand_tangent(const Params& p, Function f) {{ {calls} }}"
+    sinks = [f"p.{name}_tangent" for m in chain if m.kind == "sum" for name in m.movable]
+    yield f"__device__ __forceinline__ View sink_tangent(const Params& p) {{ return {(*sinks, 'View{}')[0]}; }}"

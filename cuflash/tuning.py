@@ -51,6 +51,15 @@ class ColumnsSimtTile(NamedTuple):
     thread_columns: int
 
 
+class JvpTile(NamedTuple):
+    """Tile of jvp_mma.cu: queries and keys of a step, warps of a block, blocks of a multiprocessor."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    blocks_per_sm: int
+
+
 class ForwardWgmmaTile(NamedTuple):
     """Tile of forward_wgmma.cu, for head sizes, keys per query and weights of modifiers up to a limit."""
 
@@ -88,6 +97,15 @@ FORWARD_MMA = (
     ForwardTile(32, 32, 2, 1, 1),
     ForwardTile(32, 16, 2, 1, 1),
     ForwardTile(16, 16, 1, 1, 1),
+)
+
+JVP_MMA = (
+    JvpTile(64, 64, 4, 2),
+    JvpTile(64, 32, 4, 2),
+    JvpTile(64, 16, 4, 1),
+    JvpTile(32, 32, 2, 1),
+    JvpTile(32, 16, 2, 1),
+    JvpTile(16, 16, 1, 1),
 )
 
 COLUMNS_MMA = (

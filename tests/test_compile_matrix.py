@@ -135,6 +135,15 @@ def entries() -> Iterator[Entry]:
     yield Entry(80, "bfloat16", 128, 128, "packed-dropout", deterministic=True)
     for arch, dtype, size in ((75, "float16", 128), (90, "bfloat16", 256), (90, "float32", 128)):
         yield Entry(arch, dtype, size, size, "dropout-everything")
+    for (arch, dtype), size in product(
+        ((90, "bfloat16"), (75, "float16"), (90, "float32"), (75, "float64")), (64, 128)
+    ):
+        for option in ("causal", "everything") if size == 128 else ("everything",):
+            yield Entry(arch, dtype, size, size, option, mode="jvp")
+    for arch, dtype, option in ((80, "bfloat16", "sparse-everything"), (90, "float64", "dropout-everything")):
+        yield Entry(arch, dtype, 128, 128, option, aligned=False, mode="jvp")
+    for dtype in ("bfloat16", "float32", "float64"):
+        yield Entry(90, dtype, 256, 256, "everything", mode="jvp")
     for name, option in product(STATISTICS, ("plain", "sparse-everything")):
         yield Entry(80, "bfloat16", 128, 128, option, aligned=option == "plain", statistics=(name,))
     for (arch, dtype), option in product(((75, "float32"), (80, "bfloat16")), ("written-everything",)):

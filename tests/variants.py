@@ -57,6 +57,7 @@ class Entry:
     deterministic: bool = False
     backend: str | None = None  # those of every device, unless another is asked for
     statistics: tuple[str, ...] = ()  # these of the forward; the backward is left out
+    mode: str = ""  # "jvp" for forward mode in place of forward and backward
 
     def variants(self) -> Iterator[Variant]:
         """The kernels of its forward and backward."""
@@ -77,6 +78,12 @@ class Entry:
         problem, device = call.problem, described_device(self.arch)
         requested = self.backend or ("mma" if DTYPES[self.dtype].itemsize == 2 else "simt")
         lse = np.zeros(problem.lse_shape, problem.accumulator)
+        if self.mode:
+            tangents = {"q": q, "k": k, "v": v} | {n: x for n, x in call.operands.items() if n in ("bias", "sinks")}
+            results = {"out": out, "out_tangent": out, "lse": lse, "lse_tangent": lse}
+            places = plan.places_of(problem, plan.jvp_arrays(call, tangents, **results))
+            yield from (step.variant for step in plan.plan_jvp(problem, device, places, requested).steps)
+            return
         terms = gradient_terms(problem, call.operands)
         sums = {f"d{name}": np.zeros(shape, problem.accumulator) for name, shape in terms.items()}
         shapes = statistics_shapes(problem)

@@ -102,6 +102,8 @@ class Modifier:
     fields: ClassVar[tuple[tuple[str, str], ...]] = ()
     #: names of array operands that have a gradient
     differentiable: ClassVar[tuple[str, ...]] = ()
+    #: those of them that may have a tangent: what follows everything that has a slope
+    movable: ClassVar[tuple[str, ...]] = ()
     #: array operands of which rows or columns are no positions
     tables: ClassVar[tuple[str, ...]] = ()
     #: CUDA struct named like the class

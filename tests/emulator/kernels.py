@@ -212,6 +212,26 @@ def run_forward(
     return out.copy(), None if lse is None else lse.copy(), {name: x.copy() for name, x in asked.items()}
 
 
+def jvp(
+    call: Call, tangents: Mapping[str, np.ndarray], device: Device | int, seed: int = 0, **options: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Output, its tangent, log-sum-exp and its tangent of one call, for tangents by name; the rest is as in `forward`."""
+    run, memory = Run(seed=seed, **options), Memory()
+    problem, device = call.problem, described_device(device) if isinstance(device, int) else device
+    call = guarded_call(call, memory)
+    tangents = {name: memory.input(movable(x), f"{name}_tangent") for name, x in tangents.items()}
+    results = {
+        name: memory.output(problem.out_shape, call.q.dtype, name, problem.layout, run.place)
+        for name in ("out", "out_tangent")
+    }
+    results |= {name: memory.output(problem.lse_shape, problem.accumulator, name) for name in ("lse", "lse_tangent")}
+    arrays = planning.jvp_arrays(call, tangents, **results)
+    plan = planning.plan_jvp.__wrapped__(problem, device, planning.places_of(problem, arrays), run.requested)
+    execute(plan, arrays, run, call)
+    memory.check()
+    return tuple(x.copy() for x in results.values())  # type: ignore[return-value]
+
+
 def backward(
     call: Call, out: Any, lse: Any, dout: Any, dlse: Any, device: Device | int, seed: int = 0, **options: Any
 ) -> Any:

@@ -30,13 +30,13 @@ __device__ __forceinline__ Joined joined(Real m, Real l, Real sink, const Params
 template <int kSlots, bool kKept> struct KeptSink { Real base[kSlots], weight[kSlots]; };
 template <int kSlots> struct KeptSink<kSlots, false> {};
 
-template <class Fragment, bool kMaximum = false, bool kEntropy = false>
+template <class Fragment, bool kMaximum = false, bool kEntropy = false, int kSlack_ = 8>
 struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
                        KeptMoment<Fragment::kSlots, kEntropy>,
                        KeptSink<Fragment::kSlots, kHasSinks> {
   Real m[Fragment::kSlots];
   Real l[Fragment::kSlots];  // of this thread's columns only, until `finish`
-  static constexpr int kSlack = 8;
+  static constexpr int kSlack = kSlack_;
   static constexpr int kReach = 100;
   // (s - m) · scale is right for any scores; s · scale - m · scale takes one instruction less, which 16-bit kernels feel,
   // and is as good until the rounding of m · scale, the same for a whole row, is more than the division by l takes back.
