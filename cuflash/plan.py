@@ -142,6 +142,31 @@ def plan_jvp(
     return Plan(problem, device, backend.name, reasons, checked(step), template, offsets)
 
 
+@lru_cache(maxsize=4096)
+def plan_hvp(
+    problem: Problem, device: Device, places: tuple[tuple[str, Placed], ...], requested: str | None = None
+) -> Plan:
+    """Plan of second derivatives, behind a forward mode: statistics, then the blocks that own keys and those that own queries."""
+    at = dict(places)
+    backend, reasons = select(problem, device, at, requested=requested, offer="hvp")
+    axes = len(problem.out_shape)
+    moving = [name for n in ("q", "k", "v", "dout") for name in (n, f"{n}_tangent") if name in at]
+    aligned = all(at[name].aligned(16, axes) for name in moving)
+    names = chain_names(problem)
+    configs = [rows.hvp_delta(problem)]
+    configs += [backend.schedule.hvp(problem, device.shared_limit, aligned, owns_keys) for owns_keys in (True, False)]
+    steps = checked(*(Step(Variant(c.kernel, problem.dtype, names, c), c.blocks(problem)) for c in configs))
+    values = {
+        **common_values(problem),
+        "section": order.section(problem, device.cache_bytes),
+        **{f"{name}_vectors": vectors(at[name], axes) for name in ("dq", "dk", "dv")},
+    }
+    template, offsets = pack("hvp", problem, at, values)
+    lines = problem.batch_size * problem.heads_q * problem.seq_q
+    statistics_bytes = 4 * np.dtype(problem.accumulator).itemsize * lines
+    return Plan(problem, device, backend.name, reasons, steps, template, offsets, statistics_bytes=statistics_bytes)
+
+
 def grid(config: Config, problem: Problem, device: Device) -> int:
     """Blocks of a launch; persistent ones are as many as the device runs at once."""
     blocks = config.blocks(problem)
@@ -370,3 +395,8 @@ def jvp_arrays(call: Call, tangents: Mapping[str, Any], **results: Any) -> dict[
     """Arrays of a forward mode by field name; `results` are out, out_tangent, lse and lse_tangent."""
     moving = {f"{name}_tangent": x for name, x in tangents.items()}
     return {"q": call.q, "k": call.k, "v": call.v, **call.operands, **moving, **results}
+
+
+def hvp_arrays(call: Call, tangents: Mapping[str, Any], **arrays: Any) -> dict[str, Any]:
+    """Arrays of second derivatives by field name; those that are None are left out."""
+    return {name: x for name, x in jvp_arrays(call, tangents, **arrays).items() if x is not None}

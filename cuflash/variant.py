@@ -58,6 +58,8 @@ class Variant:
             parts.append(f"d{self.config.head_dim}")
             if getattr(self.config, "head_dim_v", self.config.head_dim) != self.config.head_dim:
                 parts.append(f"v{self.config.head_dim_v}")
+        if hasattr(self.config, "owns_keys"):
+            parts.insert(2, "keys" if self.config.owns_keys else "queries")
         kept = [name for name in STATISTICS if getattr(self.config, name, False)]
         return "_".join([*parts, SHORT[self.dtype], *self.modifiers, *kept])
 

@@ -26,8 +26,8 @@ typedef {real} Real;
 """
 
 records = pytest.mark.parametrize("accumulator", ["float32", "float64"])
-directions = pytest.mark.parametrize("direction", ["forward", "backward", "jvp", "decode"])
-WITHOUT_MAPS = ("jvp", "decode")
+directions = pytest.mark.parametrize("direction", ["forward", "backward", "jvp", "hvp", "decode"])
+WITHOUT_MAPS = ("jvp", "hvp", "decode")
 chains = pytest.mark.parametrize("chain", CHAINS)
 MAPS = ("q", "k", "v", "out")
 

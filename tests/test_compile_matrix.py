@@ -63,6 +63,10 @@ def entries() -> Iterator[Entry]:
                 yield Entry(arch, dtype, *sizes, option, aligned, seq_q=1)
                 yield Entry(arch, dtype, *sizes, option, aligned, deterministic=True)
                 yield Entry(arch, dtype, *sizes, option, aligned, statistics=STATISTICS)
+                if "packed" not in option:
+                    yield Entry(arch, dtype, *sizes, option, aligned, mode="jvp")
+                    if DTYPES[dtype].itemsize > 2:
+                        yield Entry(arch, dtype, *sizes, option, aligned, mode="hvp")
         for dtype, sizes, option in product(HALVES, HOPPER_SIZES, (*OPTIONS, *TOGETHER)):
             for lengths in (SHORT, MEDIUM, LONG):
                 yield hopper(dtype, sizes, option, lengths)
@@ -144,6 +148,9 @@ def entries() -> Iterator[Entry]:
         yield Entry(arch, dtype, 128, 128, option, aligned=False, mode="jvp")
     for dtype in ("bfloat16", "float32", "float64"):
         yield Entry(90, dtype, 256, 256, "everything", mode="jvp")
+    for (arch, dtype), size in product(((75, "float32"), (90, "float32"), (90, "float64")), (64, 128)):
+        yield Entry(arch, dtype, size, size, "everything", aligned=size == 64, mode="hvp")
+    yield Entry(80, "float32", 128, 128, "dropout-everything", mode="hvp")
     for name, option in product(STATISTICS, ("plain", "sparse-everything")):
         yield Entry(80, "bfloat16", 128, 128, option, aligned=option == "plain", statistics=(name,))
     for (arch, dtype), option in product(((75, "float32"), (80, "bfloat16")), ("written-everything",)):
@@ -180,7 +187,7 @@ def matrix() -> list:
                 family = entry.arch
                 if not FULL:
                     family = {86: 80, 89: 80}.get(family, family)
-                    if variant.kernel.startswith(("backward_delta", "backward_convert")):
+                    if variant.kernel.startswith(("backward_delta", "backward_convert", "hvp_delta")):
                         family = min(family, 80)  # these kernels have no instruction of their own
                         if not getattr(variant.config, "turns", 0):  # and look at no score
                             variant = replace(variant, modifiers=tuple(m for m in variant.modifiers if m == "packed"))

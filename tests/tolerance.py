@@ -257,7 +257,7 @@ def plain_tangents(call, tangents, dout=None, dlse=None):
         if dout is None:
             return result
         empty = total == 0
-        g, dg = (np.where(empty, 0, x.astype(accumulator)) for x in (dout, tangents.get("dout", np.zeros(1))))
+        g, dg = (np.where(empty, 0, x.astype(accumulator)) for x in (dout, tangents.get("dout", np.zeros(dout.shape))))
         delta, delta_moved = (
             (g * out).sum(axis=-1, keepdims=True),
             (dg * out + g * out_moved).sum(axis=-1, keepdims=True),
@@ -313,7 +313,7 @@ def tangent_floors(call, tangents, dout=None, dlse=None):
         }
         if dout is None:
             return result
-        g, dg = abs(numbers(dout)), abs(numbers(tangents.get("dout", np.zeros(1))))
+        g, dg = abs(numbers(dout)), abs(numbers(tangents.get("dout", np.zeros(dout.shape))))
         # Outputs are stored, and what their rounding does to δ is common to all keys of a row.
         stored = half * np.sqrt((g**2 * out**2).sum(axis=-1, keepdims=True))
         stored_moved = half * np.sqrt((dg**2 * out**2 + g**2 * out_moved**2).sum(axis=-1, keepdims=True))

@@ -57,7 +57,7 @@ class Entry:
     deterministic: bool = False
     backend: str | None = None  # those of every device, unless another is asked for
     statistics: tuple[str, ...] = ()  # these of the forward; the backward is left out
-    mode: str = ""  # "jvp" for forward mode in place of forward and backward
+    mode: str = ""  # "jvp" or "hvp" for forward mode or second derivatives in place of forward and backward
 
     def variants(self) -> Iterator[Variant]:
         """The kernels of its forward and backward."""
@@ -78,14 +78,18 @@ class Entry:
         problem, device = call.problem, described_device(self.arch)
         requested = self.backend or ("mma" if DTYPES[self.dtype].itemsize == 2 else "simt")
         lse = np.zeros(problem.lse_shape, problem.accumulator)
+        terms = gradient_terms(problem, call.operands)
+        sums = {f"d{name}": np.zeros(shape, problem.accumulator) for name, shape in terms.items()}
         if self.mode:
             tangents = {"q": q, "k": k, "v": v} | {n: x for n, x in call.operands.items() if n in ("bias", "sinks")}
             results = {"out": out, "out_tangent": out, "lse": lse, "lse_tangent": lse}
+            if self.mode == "hvp":
+                tangents |= {"dout": out, "dlse": lse}
+                results |= {"dout": out, "dlse": lse, "dq": q, "dk": k, "dv": v, **sums}
+            make = plan.plan_hvp if self.mode == "hvp" else plan.plan_jvp
             places = plan.places_of(problem, plan.jvp_arrays(call, tangents, **results))
-            yield from (step.variant for step in plan.plan_jvp(problem, device, places, requested).steps)
+            yield from (step.variant for step in make(problem, device, places, requested).steps)
             return
-        terms = gradient_terms(problem, call.operands)
-        sums = {f"d{name}": np.zeros(shape, problem.accumulator) for name, shape in terms.items()}
         shapes = statistics_shapes(problem)
         statistics = {name: np.zeros(shapes[name], problem.accumulator) for name in self.statistics}
         forward = plan.forward_arrays(call, out, lse, **statistics)

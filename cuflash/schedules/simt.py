@@ -171,6 +171,44 @@ class JvpSimt:
 
 
 @dataclass(frozen=True)
+class HvpSimt:
+    """Constants of hvp_simt.cu; a warp owns ``lane_rows * thread_rows`` queries, or keys."""
+
+    kernel = "hvp_simt"
+
+    head_dim: int  # padded to a multiple of 8 and of 2 columns for each column of lanes
+    head_dim_v: int
+    owns_keys: bool  # walks over queries
+    walked: int  # positions of a step
+    warps: int
+    lane_rows: int
+    thread_rows: int
+    blocks_per_sm: int
+    aligned: bool
+
+    @property
+    def owned(self) -> int:
+        """Queries, or keys, of a block."""
+        return self.warps * self.lane_rows * self.thread_rows
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared_bytes(self, itemsize: int) -> int:
+        pitches = odd_pitch(self.head_dim, itemsize) + odd_pitch(self.head_dim_v, itemsize)
+        elements = 2 * (self.owned + self.walked) * pitches
+        elements += 2 * self.owned * scatter_pitch(self.walked, 32 // self.lane_rows, itemsize)
+        elements += 4 * (self.walked if self.owns_keys else self.owned)  # numbers of each query
+        return elements * itemsize
+
+    def blocks(self, problem: Problem) -> int:
+        if self.owns_keys:
+            return key_tiles(problem, self.owned) * problem.heads_k * problem.batch_size
+        return query_tiles(problem, self.owned) * problem.heads_q * problem.batch_size
+
+
+@dataclass(frozen=True)
 class BackwardSimt:
     """Constants of backward_simt.cu.
 
@@ -481,6 +519,78 @@ def best_jvp(
         return best_jvp(*args, modifiers if spare else 3 * modifiers // 4, shared_limit, aligned, 0)
     if best is None:
         raise too_large("forward mode", head_dim, head_dim_v, itemsize, shared_limit, least)
+    return best[1]
+
+
+def hvp(problem: Problem, shared_limit: int, aligned: bool, owns_keys: bool) -> HvpSimt:
+    """The tile of the kernel that owns keys, or of the one that owns queries; as `jvp`, with dout among the arrays."""
+    derivatives = any(m.has_slope() for m in problem.modifiers) + any(bool(m.curved) for m in problem.modifiers)
+    return best_hvp(
+        problem.head_dim,
+        problem.head_dim_v,
+        8 if problem.dtype == "float64" else 4,
+        owns_keys,
+        longest(problem.longest_k if owns_keys else problem.longest_q),
+        derivatives,
+        modifier_registers(problem) * 5 // 4,
+        shared_limit,
+        aligned,
+    )
+
+
+@cache
+def best_hvp(
+    head_dim: int,
+    head_dim_v: int,
+    itemsize: int,
+    owns_keys: bool,
+    max_owned: int,
+    derivatives: int,
+    modifiers: int,
+    shared_limit: int,
+    aligned: bool,
+    spare: int = 2 * TANGENT,
+) -> HvpSimt:
+    """The fastest by estimate of the tiles that fit; `derivatives` are numbers beside each score."""
+    best: tuple[float, HvpSimt] | None = None
+    least = None
+    for lane_rows, rows, columns, warps in product((8, 4, 2), (8, 4, 2, 1), (8, 6, 4, 3, 2, 1), (8, 4, 2, 1)):
+        lane_columns = 32 // lane_rows
+        unit, walked = max(8, 2 * lane_columns), columns * lane_columns
+        width, width_v = padded(head_dim, unit), padded(head_dim_v, unit)
+        scores = ThreadTile(rows, columns, itemsize)
+        if walked % scores.vector:
+            continue
+        sums = [ThreadTile(rows, n // lane_columns, itemsize) for n in ((width, width_v) if owns_keys else (width,))]
+        config = HvpSimt(width, width_v, owns_keys, walked, warps, lane_rows, rows, 1, aligned)
+        shared_bytes = config.shared_bytes(itemsize)
+        least = min(least or shared_bytes, shared_bytes)
+        score_time, score_operands = scores.along_rows()
+        registers = sum(tile.registers for tile in sums) + ADDRESSES + (spare * (1 if aligned else 2)) * itemsize // 4
+        registers += max(
+            (4 + derivatives) * scores.registers + 2 * score_operands,
+            (4 + derivatives) * scores.registers + 2 * rows + modifiers,
+            *(
+                4 * scores.registers + 2 * tile.along_left()[1] + (tile.registers if 4 * tile.registers <= 160 else 0)
+                for tile in sums
+            ),
+        )
+        if shared_bytes > shared_limit or registers > REGISTERS:
+            continue
+        if config.owned > max_owned and (warps, rows) != (1, 1):
+            continue
+        blocks = resident(warps, shared_bytes, shared_limit)
+        copies = 2 * walked * (width + width_v) / (scores.vector if aligned else 1) / (32 * warps)
+        time = 3 * (width + width_v) * score_time + sum(2 * walked * tile.along_left()[0] for tile in sums)
+        time += rows * (12 * columns + 15) * itemsize / 4 + 3 * copies + LATENCY / (warps * blocks)
+        time *= idle(warps, blocks) / (rows * lane_rows * walked)
+        if best is None or time < best[0]:
+            best = time, replace(config, blocks_per_sm=blocks)
+    if best is None and (spare or modifiers):  # rather a few spills than nothing
+        args = (head_dim, head_dim_v, itemsize, owns_keys, max_owned, derivatives)
+        return best_hvp(*args, modifiers if spare else 3 * modifiers // 4, shared_limit, aligned, 0)
+    if best is None:
+        raise too_large("Hessian-vector product", head_dim, head_dim_v, itemsize, shared_limit, least)
     return best[1]
 
 

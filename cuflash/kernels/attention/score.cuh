@@ -58,8 +58,21 @@ template <int kSize> struct EnteringScores<kSize, false> {
   __device__ __forceinline__ Real score(int) const { return Real(0); }
   __device__ __forceinline__ void keep(int, Real) {}
 };
+// Second derivatives, where those of the backward are wanted.
+template <int kSize, bool kKept> struct Curvatures {
+  Real bend[kSize];
+  __device__ __forceinline__ Real curvature(int i) const { return bend[i]; }
+};
+template <int kSize> struct Curvatures<kSize, false> {
+  __device__ __forceinline__ Real curvature(int) const { return Real(0); }
+};
 template <class Fragment>
-struct ScoreSlopes : Slopes<Fragment::kSize, Score::kHasSlope>, EnteringScores<Fragment::kSize, Score::kKeepsScores> {};
+struct ScoreSlopes : Slopes<Fragment::kSize, Score::kHasSlope>,
+                     EnteringScores<Fragment::kSize, Score::kKeepsScores>,
+                     Curvatures<Fragment::kSize, Score::kHasCurvature> {};
+
+// `Score`, looked into only where it has second derivatives.
+template <class> struct WithCurvature : Score {};
 
 // In place: products -> scores.  `open` tiles need no tests (attention/mask.cuh, tile_is_open), except those of masks that
 // have to be asked about each element.
@@ -76,11 +89,15 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
       const int q = At::q(f, corner, i), k = At::k(f, corner, i);
       const bool seen = clear || (ranges.contains(f, i) && q < place.seq_q(p) && Visibility::visible(p, place, q, k));
       if constexpr (kWithSlope && Score::kHasSlope) slopes.slot(i) = Real(1);
+      if constexpr (kWithSlope && Score::kHasCurvature) slopes.bend[i] = Real(0);
       if constexpr (kWithSlope && Score::kKeepsScores) slopes.keep(i, seen ? s[i] * p.scale : Real(0));
       if (!seen) {
         s[i] = -infinity<Real>();
       } else if constexpr (!Score::kIdentity) {
-        if constexpr (kWithSlope && Score::kHasSlope)
+        if constexpr (kWithSlope && Score::kHasCurvature)
+          s[i] = WithCurvature<Fragment>::apply_with_curvature(p, place, q, k, s[i] * p.scale, slopes.slot(i),
+                                                               slopes.bend[i]);
+        else if constexpr (kWithSlope && Score::kHasSlope)
           s[i] = Score::apply_with_slope(p, place, q, k, s[i] * p.scale, slopes.slot(i));
         else
           s[i] = Score::apply(p, place, q, k, s[i] * p.scale);
