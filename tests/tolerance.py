@@ -286,6 +286,8 @@ def tangent_floors(call, tangents, dout=None, dlse=None):
     """What is allowed on top, by result: units of the accumulator in absolute terms, and roundings of what is stored."""
     problem, half = call.problem, epsilon(call.q.dtype) / 2
     scale, relative = abs(problem.scale), floors(call)["lse"]
+    if problem.dtype == "float64":  # in which the reference itself is off by a unit for each term of its sums
+        relative = relative + (problem.seq_q + problem.seq_k) * epsilon(call.q.dtype)
     with np.errstate(all="ignore"):
         seen, dense = reference.visible(call), reference.attend(call)
         heads_seen = seen.any(axis=-2)[..., None]
