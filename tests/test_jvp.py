@@ -110,7 +110,7 @@ def test_second_derivatives_of_expressions(expression: str) -> None:
 
 
 # ---- the backend of the host -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("case", in_dtypes(SMALL), ids=str)
+@pytest.mark.parametrize("case", in_dtypes(SMALL, ("bfloat16", "float32")), ids=str)
 def test_every_option_in_small_tiles(case: Case) -> None:
     call, dout, dlse = case.call()
     expectation = Expectation(call, dout, dlse)
@@ -132,7 +132,7 @@ def test_what_acts_behind_the_scores(name: str, dtype: str) -> None:
 VALUES = [case for case in FULL if case.values != "normal"] + [case for case in FULL if case.name.startswith("dim-")]
 
 
-@pytest.mark.parametrize("case", in_dtypes(VALUES, ("float32", "float64")), ids=str)
+@pytest.mark.parametrize("case", in_dtypes(VALUES, ("float16", "float64")), ids=str)
 def test_values_and_sizes(case: Case) -> None:
     call, dout, dlse = case.call()
     expectation, tangents = Expectation(call, dout, dlse), tangents_of(call, dout, dlse)

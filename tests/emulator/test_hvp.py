@@ -23,8 +23,13 @@ from tests.tolerance import Expectation
 
 EVERY = {**OPTIONS, **SINKS, **DROPOUT}
 TARGETS = ((75, "float64"), (80, "float32"))
-EVERY_OPTION = (80, "float32")
-CORE = ("plain", "causal", "groups", "sinks-everything", "sparse-everything", "dropout-everything")
+CORE = ("plain", "groups", "dropout-everything")
+#: what meets a tangent or a curvature; the rest is tested with plain forwards and backwards
+SOME = (
+    *("scale-negative", "causal-more-queries", "window-zero", "softcap", "mask-sparse", "bias-batch", "bias-row"),
+    *("lengths-zero", "documents-strangers", "blocks-causal", "sparse-everything", "groups-window-bias"),
+    *("wide-values", "everything-mostly-hidden", "sinks-batch", "sinks-number", "dropout-causal"),
+)
 
 
 @pytest.fixture
@@ -57,32 +62,32 @@ def check(case: Case, device: Device | int, seeds: Iterable[int] = SEEDS, **opti
     assert len(found) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "target"),
-    [
-        pytest.param(name, target, id=f"{name}-{target_id(target)}")
-        for name, target in product(EVERY, TARGETS)
-        if target == EVERY_OPTION or name in CORE
-    ],
-)
-def test_options(tile, name, target):
+@pytest.mark.parametrize("target", TARGETS, ids=target_id)
+@pytest.mark.parametrize("name", CORE)
+def test_core_options(tile, name, target):
     arch, dtype = target
-    check(Case(name, dtype, **{"seq_q": 37, "seq_k": 45, **EVERY[name]}), arch, SEEDS if name in CORE else (0, 3))
+    case = Case(name, dtype, **{"seq_q": 37, "seq_k": 45, **EVERY[name]})
+    check(case, arch, SEEDS if dtype == "float32" else (0,))
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(1, 1), (7, 33), (40, 24), (136, 72)])
+@pytest.mark.parametrize("name", SOME)
+def test_options(tile, name):
+    check(Case(name, **{"seq_q": 37, "seq_k": 45, **EVERY[name]}), 80, (0, 3))
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(1, 1), (7, 33), (72, 24)])
 def test_shipped_tiles_and_head_sizes(head_dim, head_dim_v):
-    case = Case("dims", batch=(), heads_q=2, heads_k=1, seq_q=130, seq_k=70, head_dim=head_dim, head_dim_v=head_dim_v)
-    check(replace(case, causal=True, softcap=2.0, dlse=True), 80, (0, 5))
+    case = Case("dims", batch=(), heads_q=2, heads_k=1, seq_q=70, seq_k=50, head_dim=head_dim, head_dim_v=head_dim_v)
+    check(replace(case, causal=True, softcap=2.0, dlse=True), 80, (5,))
 
 
 def test_without_undefined_behaviour(tile):
-    check(Case("everything", **DROPOUT["dropout-everything"]), 80, (0, 3), sanitize=True)
+    check(Case("everything", **DROPOUT["dropout-everything"]), 80, (0,), sanitize=True)
 
 
 @pytest.mark.parametrize("values", ["x3", "constant", "logits about -200", "dominant key late"])
 def test_values(tile, values):
-    check(Case(values, values=values, causal=True, seq_k=70, dlse=True), 80, (0, 1))
+    check(Case(values, values=values, causal=True, seq_k=70, dlse=True), 80, (0,))
 
 
 @pytest.mark.parametrize("strides", STRIDES)
@@ -95,22 +100,20 @@ def test_strides(tile, strides):
         name: case.place(x.swapaxes(-3, -2)).swapaxes(-3, -2) if x.ndim == 4 else x
         for name, x in tangents_of(call, dout, dlse).items()
     }
-    expectation = Expectation(call, dout, dlse)
-    for seed in (0, 3):
-        products = kernels.hvp(call, dout, dlse, tangents, 80, seed, place=STRIDES["padded"])
-        expectation.check_hvp(tangents, products)
+    products = kernels.hvp(call, dout, dlse, tangents, 80, place=STRIDES["padded"])
+    Expectation(call, dout, dlse).check_hvp(tangents, products)
 
 
 def test_batch_axes(tile):
     for batch in ((), (3, 2), (2, 1, 3)):
-        check(Case("batch", batch=batch, seq_q=9, seq_k=11, mask="b1qk", bias="b11k", lengths="random"), 80, (0, 2))
+        check(Case("batch", batch=batch, seq_q=9, seq_k=11, mask="b1qk", bias="b11k", lengths="random"), 80, (0,))
 
 
 def test_tangents_that_are_no_arrays_are_zeros(tile):
     case = Case("none", bias="h1k", sinks="h", softcap=2.0, causal=True, dlse=True)
     call, dout, dlse = case.call()
     expectation, whole = Expectation(call, dout, dlse), tangents_of(call, dout, dlse)
-    for names in ((), *((name,) for name in whole), ("q", "v", "dlse"), ("k", "bias", "dout")):
+    for names in ((), ("q", "v", "dlse"), ("k", "bias"), ("dout", "sinks")):
         tangents = {name: whole[name] for name in names}
         products = kernels.hvp(call, dout, dlse, tangents, 80)
         expectation.check_hvp(tangents, products)
@@ -205,7 +208,7 @@ def test_bug_is_noticed(tile, bug):
             )
             expectation.check_hvp(tangents, products)
 
-        findings = examine(bug, found[variant], run, SEEDS)
+        findings = examine(bug, found[variant], run, SEEDS if "__sync" in bug.old else (0,))
         assert findings.noticed, findings
 
 

@@ -23,8 +23,16 @@ from tests.tolerance import Expectation
 
 EVERY = {**OPTIONS, **SINKS, **DROPOUT}
 TARGETS = ((75, "float16"), (80, "bfloat16"), (75, "float32"), (90, "float64"))
-EVERY_OPTION = (80, "bfloat16")
-CORE = ("plain", "causal", "groups", "sinks-everything", "sparse-everything", "dropout-everything")
+MAIN_TARGETS = ((80, "bfloat16"), (75, "float32"))
+#: every schedule on the main targets, and the other ones, too
+CORE = ("plain", "groups", "sparse-everything", "dropout-everything")
+#: what each modifier and shape does is tested with plain forwards; here is what meets a tangent
+SOME = (
+    *("scale-negative", "scale-zero", "causal-more-queries", "window", "softcap", "mask-sparse", "alibi-causal"),
+    *("bias", "bias-head", "bias-row", "bias-number", "lengths-zero", "documents-strangers", "blocks-uneven"),
+    *("groups-window-bias", "wide-values", "narrow-values", "everything-mostly-hidden", "sinks-everything"),
+    *("sinks-batch", "sinks-number", "dropout-causal", "dropout-few"),
+)
 TILE = tuning.JvpTile(32, 16, 2, 1)
 
 
@@ -50,17 +58,20 @@ def check(case: Case, device: Device | int, seeds: Iterable[int] = SEEDS, **opti
     assert len(results) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "target"),
-    [
-        pytest.param(name, target, id=f"{name}-{target_id(target)}")
-        for name, target in product(EVERY, TARGETS)
-        if target == EVERY_OPTION or name in CORE
-    ],
-)
-def test_options(tile, name, target):
+@pytest.mark.parametrize("target", TARGETS, ids=target_id)
+@pytest.mark.parametrize("name", CORE)
+def test_core_options(tile, name, target):
     arch, dtype = target
-    check(Case(name, dtype, **{"seq_q": 37, "seq_k": 45, **EVERY[name]}), arch, SEEDS if name in CORE else (0, 3))
+    case = Case(name, dtype, **{"seq_q": 37, "seq_k": 45, **EVERY[name]})
+    check(case, arch, SEEDS if target in MAIN_TARGETS else (0, 3))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_options(tile, name):
+    case = Case(name, "bfloat16", **{"seq_q": 37, "seq_k": 45, **EVERY[name]})
+    check(case, 80, (0, 3))
+    if "number" in name or "zero" in name:
+        check(replace(case, dtype="float32"), 80, (0,))
 
 
 @pytest.mark.parametrize("row", range(len(tuning.JVP_MMA)))
@@ -84,10 +95,10 @@ def test_without_undefined_behaviour(tile, dtype):
 
 
 @pytest.mark.parametrize("values", ["x30", "constant", "logits about -200", "logits about -1e5", "dominant key late"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_values(tile, values, dtype):
     """Maxima that grow late, and scores so far that they are subtracted before they are scaled."""
-    check(Case(values, dtype, values=values, causal=True, seq_k=70), 80, (0, 1))
+    check(Case(values, dtype, values=values, causal=True, seq_k=70), 80, (0,))
 
 
 def test_large_tangents_do_not_overflow(tile):
@@ -106,8 +117,7 @@ def test_strides(tile, strides, dtype):
     call, _, _ = case.call()
     tangents = {name: case.place(x.swapaxes(-3, -2)).swapaxes(-3, -2) for name, x in tangents_of(call).items()}
     expectation = Expectation(call)
-    for seed in (0, 3):
-        expectation.check_jvp(tangents, *kernels.jvp(call, tangents, 80, seed, place=STRIDES["padded"]))
+    expectation.check_jvp(tangents, *kernels.jvp(call, tangents, 80, place=STRIDES["padded"]))
 
 
 @pytest.mark.parametrize("batch", [(), (3, 2), (2, 1, 3)], ids=str)
@@ -123,7 +133,7 @@ def test_tangents_that_are_no_arrays_are_zeros(tile, arch, dtype, aligned):
     case = Case("none", dtype, bias="h1k", sinks="h", causal=True, strides="contiguous" if aligned else "every second")
     call, _, _ = case.call()
     expectation, whole = Expectation(call), tangents_of(call)
-    for names in ((), *((name,) for name in whole), ("q", "v"), ("k", "bias")):
+    for names in ((), ("q", "v"), ("k",), ("bias", "sinks")):
         tangents = {name: whole[name] for name in names}
         found = kernels.jvp(call, tangents, arch)
         expectation.check_jvp(tangents, *found)
@@ -153,9 +163,7 @@ def test_keys_beyond_the_length_are_never_used(tile, dtype):
     for array in (made["k"], made["v"], tangents["k"], tangents["v"]):
         array[0, :, 20:] = np.nan
         array[1] = np.inf
-    expectation = Expectation(call)
-    for seed in SEEDS:
-        expectation.check_jvp(tangents, *kernels.jvp(call, tangents, 80, seed))
+    Expectation(call).check_jvp(tangents, *kernels.jvp(call, tangents, 80))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -222,7 +230,8 @@ def test_bug_is_noticed(tile, bug):
     def run(text, seed):
         expectation.check_jvp(tangents, *kernels.jvp(call, tangents, 80, seed, text=lambda _: text))
 
-    findings = examine(bug, source.build(found[0]), run, SEEDS)
+    is_race = "__sync" in bug.old or "wait" in bug.old
+    findings = examine(bug, source.build(found[0]), run, SEEDS if is_race else (0,))
     assert findings.noticed, findings
 
 
