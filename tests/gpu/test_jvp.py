@@ -21,7 +21,7 @@ EVERY = {**OPTIONS, **SINKS, **DROPOUT}
 OWN_KINDS = [kind for kind in KINDS if kind.backend != "wgmma"]
 SOME_KINDS = [kind for kind in MAIN_KINDS if kind.backend != "wgmma"]
 HVP_KINDS = [kind for kind in KINDS if kind.backend in ("simt", "numpy")]
-SHAPES = ((1, 1), (129, 257), (300, 500))
+SHAPES = ((1, 1), (129, 257))
 
 
 def check(device: Device, kind: Kind, case: Case, *, second: bool = False, repeat: int = 2) -> None:
@@ -33,8 +33,10 @@ def check(device: Device, kind: Kind, case: Case, *, second: bool = False, repea
     host = tangents_of(call, *((dout, made["dlse"]) if second else ()))
     q, k, v, g, dlse = (device.put(made[name]) for name in ("q", "k", "v", "dout", "dlse"))
     options = {**on_device(device, made["options"]), "backend": kind.backend}
-    along = {name: device.put(placed(case, name, x, made)) for name, x in host.items()}
-    of_sinks = along.get("sinks")
+    given = {name: placed(case, name, x, made) for name, x in host.items()}
+    along = {name: device.put(x) for name, x in given.items()}
+    for name, x in given.items():  # strides of 0 repeat what is there
+        host[name] = (canonical(x, case.layout) if name in ("q", "k", "v", "dout") else x).reshape(host[name].shape)
     results = set()
     for _ in range(repeat):
         with device.poisoned():
@@ -44,19 +46,21 @@ def check(device: Device, kind: Kind, case: Case, *, second: bool = False, repea
                     dlse=dlse,
                     dlse_tangent=along.get("dlse"),
                     bias_tangent=along.get("bias"),
-                    sinks_tangent=of_sinks,
+                    sinks_tangent=along.get("sinks"),
                     **options,
                 )
-                found = canonical_gradients(device, call, products)
-                expectation.check_hvp(host, found)
-                kept = [x for name, x in found._asdict().items() if name != "dbias"]
+                products = canonical_gradients(device, call, products)
+                kept = [x for name, x in products._asdict().items() if name != "dbias"]
             else:
                 names = {f"d{name}": x for name, x in along.items()}
                 kept = [device.get(x) for x in cuflash.attention_jvp(q, k, v, **names, return_lse=True, **options)]
-                expectation.check_jvp(host, *(canonical(x, case.layout) for x in kept[:2]), *kept[2:])
         results.add(b"".join(x.tobytes() for x in kept))
     device.check_inputs()
     assert len(results) == 1
+    if second:
+        expectation.check_hvp(host, products)
+    else:
+        expectation.check_jvp(host, *(canonical(x, case.layout) for x in kept[:2]), *kept[2:])
 
 
 def placed(case: Case, name: str, x: np.ndarray, made: dict[str, Any]) -> np.ndarray:
@@ -87,7 +91,7 @@ def test_options_of_second_derivatives(device: Device, name: str, kind: Kind) ->
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
 def test_sizes(device: Device, head_dim: int, kind: Kind) -> None:
     for (seq_q, seq_k), causal in product(SHAPES, (False, True)):
-        case = Case("sizes", seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, causal=causal, heads_q=4)
+        case = Case("sizes", seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, causal=causal, batch=(1,))
         check(device, kind, case)
         if kind in HVP_KINDS:
             check(device, kind, replace(case, softcap=3.0), second=True)
@@ -106,7 +110,7 @@ def test_strides(device: Device, strides: str, kind: Kind) -> None:
 @pytest.mark.parametrize("kind", SOME_KINDS, ids=str)
 @pytest.mark.parametrize("values", ["x3", "constant", "logits about -200", "dominant key late"])
 def test_values(device: Device, values: str, kind: Kind) -> None:
-    case = Case("values", values=values, seq_q=200, seq_k=400, head_dim=64, causal=True)
+    case = Case("values", values=values, batch=(1,), seq_q=130, seq_k=200, head_dim=64, causal=True)
     check(device, kind, case)
     if kind in HVP_KINDS:
         check(device, kind, case, second=True)
