@@ -156,7 +156,7 @@ MUTANTS = [
     sown("forward_mma", "the sum keeps its old base",
          "l[slot] *= alpha[slot];", "", case="growing", count=2),
     sown("forward_mma", "probabilities may outgrow their type",
-         "kSlack = 8;", "kSlack = 80;", case="growing"),
+         "kSlack_ = 8>", "kSlack_ = 80>", case="growing"),
     sown("forward_mma", "an unseen row changes its base",
          "largest[slot] == -infinity<Real>() ? Real(1) : exp2_of", "exp2_of", case="empty rows"),
     sown("forward_mma", "lse forgets the scale",
