@@ -3,6 +3,8 @@
 from cuflash.api import (
     attention,
     attention_backward,
+    attention_hvp,
+    attention_jvp,
     attention_statistics,
     attention_varlen,
     attention_varlen_backward,
@@ -54,6 +56,8 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_decode",
+    "attention_hvp",
+    "attention_jvp",
     "attention_statistics",
     "attention_varlen",
     "attention_varlen_backward",

@@ -54,6 +54,16 @@ _GRADIENTS: Fields = (
     ("int", "dk_vectors"),
     ("int", "dv_vectors"),
 )
+#: of forward mode; a null one is 0, or not asked for
+TANGENTS = ("q", "k", "v", "out", "lse")
+_TANGENTS: Fields = (*(("View", f"{name}_tangent") for name in TANGENTS), ("int", "out_tangent_vectors"))
+#: of second derivatives, where dq, dk and dv are tangents of these gradients
+_HESSIAN: Fields = (
+    *(("View", f"{name}{suffix}") for name in ("dout", "dlse") for suffix in ("", "_tangent")),
+    *(("View", f"d{name}") for name in ("q", "k", "v")),
+    ("Pointer", "statistics"),
+    *(("int", f"d{name}_vectors") for name in ("q", "k", "v")),
+)
 #: null unless dq is summed in turns
 _TURNS: Fields = (("Pointer", "turns"),)
 #: beside lse; a null one is not asked for.  Behind the modifiers' fields, so that kernels without them take the same record
@@ -83,17 +93,23 @@ _C_TYPES = {"View": "View", "Pointer": "void*", "u64": "u64", "int": "int", "Rea
 
 @cache
 def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = (), statistics: bool = False) -> Fields:
-    """The field table of a kernel: `direction` is "forward", "backward" or "decode"; `modifiers` are names in chain order.
+    """The field table of a kernel; `modifiers` are names in chain order.
 
-    `maps` are names of arrays that the kernel reaches through tensor maps; `statistics` adds the views of `STATISTICS`.
+    `direction` is "forward", "backward", "jvp" (forward mode), "hvp" (second derivatives) or "decode"; `maps` are
+    names of arrays that the kernel reaches through tensor maps; `statistics` adds the views of `STATISTICS`.
     """
-    table = _INPUTS + (_GRADIENTS if direction == "backward" else ()) + _SHAPE + (("int", "out_vectors"),)
-    if direction != "decode":
+    own: dict[str, Fields] = {"backward": _GRADIENTS, "jvp": _TANGENTS, "hvp": _TANGENTS + _HESSIAN}
+    table = _INPUTS + own.get(direction, ()) + _SHAPE + (("int", "out_vectors"),)
+    if direction in ("forward", "backward"):
         table += _SPLIT
     for name in modifiers:
         table += REGISTRY[name].fields
         if direction == "backward":
             table += tuple(("View", f"d{operand}") for operand in REGISTRY[name].differentiable)
+        if direction in ("jvp", "hvp"):
+            table += tuple(("View", f"{operand}_tangent") for operand in REGISTRY[name].movable)
+        if direction == "hvp":
+            table += tuple(("View", f"d{operand}") for operand in REGISTRY[name].movable)
     if direction != "decode":
         table += _ORDER
     if direction == "backward":

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import arrays, backends, numpy_backend
+from cuflash import arrays, backends, numpy_backend, numpy_tangents
 from cuflash.arrays import Home
 from cuflash.errors import ArgumentError, UnsupportedError
 from cuflash.explanation import Explanation
@@ -18,6 +18,7 @@ from cuflash.gradients import gradients_type
 from cuflash.modifiers import Modifier, Sinks, Written
 from cuflash.modifiers.base import device_of
 from cuflash.problem import (
+    DTYPES,
     MAX_SEQ,
     Call,
     Problem,
@@ -29,10 +30,14 @@ from cuflash.problem import (
     describe_packed,
     dtype_name,
     in_layout,
+    operand,
+    operand_title,
     refuse_narrow,
 )
 from cuflash.statistics import Statistics
 
+#: inputs that may move in forward mode
+MOVING = ("q", "k", "v", "bias", "sinks")
 BACKENDS = ("numpy", *(row.name for row in backends.BACKENDS))
 
 
@@ -234,7 +239,7 @@ def attention_backward(
     Notes
     -----
     With δ = dout·out - dlse by row and P = exp(S - lse): dS = P ∘ (dout vᵀ - δ), dq = scale · dS k, dk = scale · dSᵀ q
-    and dv = Pᵀ dout (arXiv:2205.14135, appendix B).  Second derivatives are not offered.
+    and dv = Pᵀ dout (arXiv:2205.14135, appendix B).  `attention_hvp` differentiates this once more.
 
     Examples
     --------
@@ -420,6 +425,192 @@ def attention_vjp(
         return attention_backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options)
 
     return (out, lse, vjp) if return_lse else (out, vjp)
+
+
+def attention_jvp(
+    q: Any,
+    k: Any,
+    v: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    *,
+    dbias: Any = None,
+    dsinks: Any = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """`attention`, and how its result changes when its inputs move: forward mode, in memory linear in the lengths.
+
+    Parameters
+    ----------
+    q, k, v
+        As for `attention`.
+    dq, dk, dv
+        Tangents of q, k and v: the directions in which they move, of their shapes and dtype, any strides; None does not move.
+    dbias
+        The same for `bias`, its shape and dtype.
+    dsinks
+        The same for the logits of `Sinks`, real numbers of their shape.
+    scale, causal, window, mask, bias, softcap, modifiers, layout, return_lse, batch_invariant, backend
+        As for `attention`; backend="wgmma" has no forward mode and refuses.  Whatever has no tangent here, such as slopes of
+        `ALiBi` and arrays of a `ScoreModifier`, is constant; `Dropout` drops the same weights of both.
+
+    Returns
+    -------
+    out
+        As from `attention`.
+    dout
+        Tangent of `out`, its shape and dtype: the derivative of out(q + t·dq, k + t·dk, ...) by t at 0; 0 in a row that sees no
+        key.
+    lse, dlse
+        With `return_lse` only: as from `attention`, and its tangent, of its shape and dtype; 0 in a row that sees no key.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        As `attention` does, and for a tangent that does not belong to its input.
+
+    Notes
+    -----
+    With s' = scale · (dq·k + q·dk), times the slopes of softcap and other modifiers, plus dbias: dlse = Σ p·s' by row, and
+    dout = Σ p·(s'·v + dv) - dlse·out, in one pass by the recurrence of arXiv:2205.14135, algorithm 1, with two more sums.  A
+    number that all s' of a row have in common cancels there, so it should not be much larger than what they differ by.  Equal
+    calls on one device give equal bits.  16-bit dtypes round p·s' as they round p.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.ones((1, 1, 1)), np.zeros((1, 2, 1)), np.array([[[1.0], [3.0]]])
+    >>> out, dout = cuflash.attention_jvp(q, k, v, None, np.array([[[0.0], [2.0]]]), None)
+    >>> out, dout
+    (array([[[2.]]]), array([[[1.]]]))
+    """
+    check_flag("batch_invariant", batch_invariant)
+    moved = present(dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks)
+    given = {**moved, **present(mask=mask, bias=bias)}
+    home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
+    tangents = {name: tangent(call, native, name, f"d{name}") for name in MOVING if f"d{name}" in moved}
+    found = run_jvp(home, call, tangents, backend, bool(batch_invariant))
+    out, dout = (home.give(canonical(x, call.problem.layout)) for x in found[:2])
+    return (out, dout, *(home.give(x) for x in found[2:])) if return_lse else (out, dout)
+
+
+def attention_hvp(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    q_tangent: Any,
+    k_tangent: Any,
+    v_tangent: Any,
+    dout_tangent: Any = None,
+    *,
+    dlse: Any = None,
+    dlse_tangent: Any = None,
+    bias_tangent: Any = None,
+    sinks_tangent: Any = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    layout: str = "bhsd",
+    batch_invariant: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Hessian-vector product: how the gradients of `attention` change when its inputs move, in memory linear in the lengths.
+
+    It is forward mode over reverse mode, in JAX's words the `jvp` of the `vjp`.  With a constant `dout` it is the Hessian of
+    Σ dout·out times the tangents; `dout_tangent` adds what the rest of a loss needs, whose own gradient moves, too.
+
+    Parameters
+    ----------
+    dout
+        Gradient of the loss with respect to the output, its shape and dtype; any strides.
+    q, k, v
+        As for `attention`; their results are computed anew.
+    q_tangent, k_tangent, v_tangent
+        The directions in which q, k and v move, of their shapes and dtype; None does not move.
+    dout_tangent
+        The same for `dout`.
+    dlse
+        Gradient of the loss with respect to the log-sum-exp, as for `attention_backward`; None is 0.
+    dlse_tangent, bias_tangent, sinks_tangent
+        The directions in which dlse, `bias` and the logits of `Sinks` move, of their shapes; None does not move.
+    scale, causal, window, mask, bias, softcap, modifiers, layout, backend
+        As for `attention`; on a device "simt" alone offers it, for float32 and float64.
+    batch_invariant
+        As for `attention_backward`.
+
+    Returns
+    -------
+    Gradients
+        A named tuple like that of `attention_backward`, (dq, dk, dv), then dbias and dsinks, each of which is the derivative
+        of that gradient along the tangents: of dq(q + t·q_tangent, ..., dout + t·dout_tangent) by t at 0.
+
+    Raises
+    ------
+    ArgumentError
+        As for `attention_backward`, and for a tangent that does not belong to its argument.
+    UnsupportedError
+        As for `attention`, for 16-bit dtypes on a device, and for a `ScoreModifier` with gradients, or whose second
+        derivative is too long, or needs that of a `CudaFunction`.
+
+    Notes
+    -----
+    In the notation of `attention_backward`, with a tangent written x': p' = p·(s' - lse'), and
+    dS' = P ∘ ((s' - lse') ∘ (dP - δ) + dP' - δ'), from which dq' = scale · (dS' k + dS k'), and so on; back through softcap its
+    second derivative counts.  Results and weights come back tile by tile as in arXiv:2205.14135, appendix B; products by a
+    Hessian in this way are those of Pearlmutter, "Fast exact multiplication by the Hessian" (1994).  Equal calls on one device
+    give equal bits, except that a GPU adds dbias in any order.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.ones((1, 1, 1)), np.zeros((1, 2, 1)), np.array([[[1.0], [3.0]]])
+    >>> cuflash.attention_hvp(np.ones((1, 1, 1)), q, k, v, q, None, None).dk
+    array([[[-0.5],
+            [ 0.5]]])
+    """
+    check_flag("batch_invariant", batch_invariant)
+    moved = present(
+        q_tangent=q_tangent,
+        k_tangent=k_tangent,
+        v_tangent=v_tangent,
+        bias_tangent=bias_tangent,
+        sinks_tangent=sinks_tangent,
+    )
+    rest = {"dout": dout, **present(dout_tangent=dout_tangent, dlse=dlse, dlse_tangent=dlse_tangent)}
+    given = {**moved, **rest, **present(mask=mask, bias=bias)}
+    home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend)
+    problem = call.problem
+    check_curvature(problem)
+    shapes = {"out": in_layout(problem.out_shape, problem.layout), "lse": problem.lse_shape}
+    for name in rest:
+        of = "out" if "dout" in name else "lse"
+        dtype = problem.dtype if of == "out" else problem.accumulator
+        check_array(
+            name, native[name], shapes[of], dtype, "the output's" if of == "out" else "(*batch, heads_q, seq_q)"
+        )
+    tangents = {name: tangent(call, native, name, f"{name}_tangent") for name in MOVING if f"{name}_tangent" in moved}
+    if dout_tangent is not None:
+        tangents["dout"] = canonical(native["dout_tangent"], problem.layout)
+    if dlse_tangent is not None:
+        tangents["dlse"] = native["dlse_tangent"]
+    products = run_hvp(home, call, native, tangents, backend, bool(batch_invariant))
+    return give_gradients(products, home, call, native)
 
 
 def attention_varlen(
@@ -860,6 +1051,39 @@ def differentiable(chain: Iterable[Modifier]) -> dict[str, Any]:
     return {name: m.arrays()[name] for m in chain for name in m.differentiable}
 
 
+def tangent(call: Call, native: Mapping[str, Any], name: str, argument: str) -> Any:
+    """The tangent of an input, with the axes that the input has in the call; raises unless it belongs to it."""
+    problem, x = call.problem, native[argument]
+    if name in ("q", "k", "v"):
+        check_array(argument, x, native[name].shape, problem.dtype, f"that of {name},")
+        return canonical(x, problem.layout)
+    if name not in native:
+        title = "Sinks" if name == "sinks" else name
+        raise ArgumentError(f"{argument} is given, and the call has no {title}; leave it out")
+    if name == "sinks":
+        if dtype_name(x.dtype) not in DTYPES:
+            raise ArgumentError(f"{argument} has dtype {x.dtype}: must be real numbers; convert it with astype")
+        x = arrays.in_dtype(x, problem.accumulator)
+    check_array(argument, x, native[name].shape, dtype_name(native[name].dtype), f"that of {operand_title(name)},")
+    modifier = next(m for m in problem.modifiers if name in m.differentiable)
+    return operand(modifier, name, x, problem)
+
+
+def check_curvature(problem: Problem) -> None:
+    """Raise if a second derivative is not known."""
+    for m in problem.modifiers:
+        if m.lacks_curvature():
+            raise UnsupportedError(
+                f"a Hessian-vector product with {m!r}: its second derivative by the score is not known, or takes too many "
+                "operations; use a shorter expression, of which no CudaFunction bends the score"
+            )
+        if isinstance(m, Written) and m.gradients:
+            raise UnsupportedError(
+                f"a Hessian-vector product with {m!r}: second derivatives by {m.gradients[0]} are not offered; leave gradients "
+                "out, which treats it as constant"
+            )
+
+
 def check_results(call: Call, native: Mapping[str, Any], lse_axes: str) -> None:
     """Raise unless the results and their gradients belong to the call."""
     problem = call.problem
@@ -974,6 +1198,33 @@ def run_backward(
         return numpy_backend.backward(call, out, lse, dout, dlse, batch_invariant=batch_invariant)
     arrays.require_gpu()
     return launcher().backward(call, out, lse, dout, dlse, deterministic, backend, batch_invariant)
+
+
+def run_jvp(
+    home: Home, call: Call, tangents: Mapping[str, Any], backend: str | None, batch_invariant: bool
+) -> tuple[Any, Any, Any, Any]:
+    """Output, its tangent, log-sum-exp and its tangent, with the axes (*batch, heads, seq, ...)."""
+    if home.device is None:
+        return numpy_tangents.jvp(call, tangents, batch_invariant=batch_invariant)
+    arrays.require_gpu()
+    found: tuple[Any, Any, Any, Any] = launcher().jvp(call, tangents, backend, batch_invariant)
+    return found
+
+
+def run_hvp(
+    home: Home,
+    call: Call,
+    native: Mapping[str, Any],
+    tangents: Mapping[str, Any],
+    backend: str | None,
+    batch_invariant: bool,
+) -> Any:
+    """Tangents of the gradients with the axes (*batch, heads, seq, dim)."""
+    dout, dlse = canonical(native["dout"], call.problem.layout), native.get("dlse")
+    if home.device is None:
+        return numpy_tangents.hvp(call, dout, dlse, tangents, batch_invariant=batch_invariant)
+    arrays.require_gpu()
+    return launcher().hvp(call, dout, dlse, tangents, backend, batch_invariant)
 
 
 def give_gradients(gradients: Any, home: Home, call: Call, native: Mapping[str, Any]) -> Any:

@@ -100,8 +100,12 @@ class Backend:
         """The host side for a problem's dtype."""
         return self.schedules.get(problem.dtype, self.schedule)
 
-    def refusal(self, problem: Problem, device: Device, at: Mapping[str, Placed], backward: bool) -> str | None:
+    def refusal(
+        self, problem: Problem, device: Device, at: Mapping[str, Placed], backward: bool, offer: str = ""
+    ) -> str | None:
         """Why this backend does not take the problem with arrays at these places, or None."""
+        if offer and not hasattr(self.schedule_of(problem), offer):
+            return f"it has no {OFFERS[offer]}" + (f" of {problem.dtype}" if hasattr(self.schedule, offer) else "")
         needed = {**self.capabilities, **self.of_inputs}.get(problem.dtype)
         if needed is None:
             return f"{problem.dtype} is not among its dtypes ({', '.join(self.capabilities)})"
@@ -147,6 +151,8 @@ BACKENDS = (
     ),
     Backend("simt", "plain FMA units, true float32 and float64", {"float32": 75, "float64": 75}, 512, simt),
 )
+#: what not every backend has, by the name of the function that chooses its tile
+OFFERS = {"jvp": "forward mode", "hvp": "Hessian-vector products, which simt has for float32 and float64"}
 NUMPY_REASON = "the arrays are on a GPU; it takes arrays on the host"
 
 
@@ -157,12 +163,13 @@ def select(
     *,
     requested: str | None = None,
     backward: bool = False,
+    offer: str = "",
 ) -> tuple[Backend, dict[str, str]]:
-    """The backend for a problem on a device, and why each other one was not chosen."""
+    """The backend for a problem on a device, and why each other one was not chosen; `offer` is a key of `OFFERS`."""
     chosen: Backend | None = None
     reasons: dict[str, str] = {}
     for backend in BACKENDS:
-        refusal = backend.refusal(problem, device, at, backward)
+        refusal = backend.refusal(problem, device, at, backward, offer)
         if refusal is None and requested not in (None, backend.name):
             refusal = f"backend={requested!r} was asked for"
         if refusal is None and requested is None:

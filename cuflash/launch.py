@@ -17,7 +17,7 @@ from numpy import ndarray
 
 from cuflash import jit
 from cuflash.arrays import named_dtype
-from cuflash.backends import Device, floor_seconds
+from cuflash.backends import Device, floor_seconds, select
 from cuflash.explanation import Explanation
 from cuflash.gradients import gradient_terms, gradients_type
 from cuflash.place import as_bytes
@@ -27,10 +27,14 @@ from cuflash.plan import (
     backward_arrays,
     compacted,
     forward_arrays,
+    hvp_arrays,
     is_mergeable,
+    jvp_arrays,
     places_of,
     plan_backward,
     plan_forward,
+    plan_hvp,
+    plan_jvp,
 )
 from cuflash.problem import Call, Problem, canonical, in_layout
 from cuflash.variant import ITEMSIZE
@@ -208,6 +212,61 @@ def backward(
             if getattr(found, name) is not target:
                 target[...] = getattr(found, name)
     return found._replace(**given)
+
+
+def jvp(
+    call: Call, tangents: Mapping[str, Any], requested: str | None = None, batch_invariant: bool = False
+) -> tuple[Any, Any, Any, Any]:
+    """Output, its tangent, lse and its tangent, with the axes (*batch, heads, seq, ...); `tangents` by name, without zeros."""
+    problem = call.problem
+    with cupy.cuda.Device(call.q.data.device_id):
+        results = {name: empty(problem.out_shape, problem, call.q.dtype) for name in ("out", "out_tangent")}
+        results |= {name: cupy.empty(problem.lse_shape, problem.accumulator) for name in ("lse", "lse_tangent")}
+        arrays = jvp_arrays(call, tangents, **results)
+        if batch_invariant:
+            arrays = compacted(problem, arrays)
+        if not is_mergeable(problem, arrays):
+            arrays = in_one_batch(problem, arrays)
+        plan = plan_jvp(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
+        run(plan, arguments_of(call, arrays))
+    return arrays["out"], arrays["out_tangent"], arrays["lse"], arrays["lse_tangent"]
+
+
+def hvp(
+    call: Call,
+    dout: Any,
+    dlse: Any,
+    tangents: Mapping[str, Any],
+    requested: str | None = None,
+    batch_invariant: bool = False,
+) -> Any:
+    """Tangents of the gradients with the axes (*batch, heads, seq, dim); `tangents` by name, without zeros."""
+    problem = call.problem
+    with cupy.cuda.Device(call.q.data.device_id):
+        index = call.q.data.device_id
+        select(problem, device(index), {}, requested=requested, offer="hvp")  # before anything runs
+        of_inputs = {name: x for name, x in tangents.items() if name not in ("dout", "dlse")}
+        names = ("out", "out_tangent", "lse", "lse_tangent")
+        results = dict(zip(names, jvp(call, of_inputs, requested, batch_invariant), strict=True))
+        products = {
+            f"d{name}": empty(x.shape, problem, x.dtype)
+            for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)
+        }
+        terms = gradient_terms(problem, call.operands)
+        sums = {f"d{name}": cupy.zeros(shape, problem.accumulator) for name, shape in terms.items()}
+        arrays = hvp_arrays(call, tangents, **results, dout=dout, dlse=dlse, **products, **sums)
+        if batch_invariant:
+            arrays = compacted(problem, arrays)
+        if not is_mergeable(problem, arrays):
+            arrays = in_one_batch(problem, arrays)
+        plan = plan_hvp(problem, device(index), places_of(problem, arrays), requested)
+        memory = workspace(plan)
+        run(plan, arguments_of(call, {**arrays, **memory}))
+        summed = [
+            sum_to(arrays[f"d{name}"], call.operands[name].shape).astype(call.operands[name].dtype, copy=False)
+            for name in terms
+        ]
+        return gradients_type(tuple(terms))(*(arrays[name] for name in products), *summed)
 
 
 def workspace(plan: Plan) -> dict[str, Any]:

@@ -153,6 +153,52 @@ def steps_of(problem: Problem, names: tuple[str, ...], *configs: Config) -> list
     return [Step(Variant(c.kernel, problem.dtype, names, c), c.blocks(problem)) for c in configs]
 
 
+@lru_cache(maxsize=4096)
+def plan_jvp(
+    problem: Problem, device: Device, places: tuple[tuple[str, Placed], ...], requested: str | None = None
+) -> Plan:
+    """Plan of the forward mode for arrays at these places; tangents that are not among them are 0."""
+    at = dict(places)
+    backend, reasons = select(problem, device, at, requested=requested, offer="jvp")
+    axes = len(problem.out_shape)
+    moving = [name for n in "qkv" for name in (n, f"{n}_tangent") if name in at]
+    config = backend.schedule.jvp(problem, device.shared_limit, all(at[name].aligned(16, axes) for name in moving))
+    step = Step(Variant(config.kernel, problem.dtype, chain_names(problem), config), grid(config, problem, device))
+    values = {
+        **common_values(problem),
+        "out_vectors": vectors(at["out"], axes),
+        "out_tangent_vectors": vectors(at["out_tangent"], axes),
+        "section": order.section(problem, device.cache_bytes),
+    }
+    template, offsets = pack("jvp", problem, at, values)
+    return Plan(problem, device, backend.name, reasons, checked(step), template, offsets)
+
+
+@lru_cache(maxsize=4096)
+def plan_hvp(
+    problem: Problem, device: Device, places: tuple[tuple[str, Placed], ...], requested: str | None = None
+) -> Plan:
+    """Plan of second derivatives, behind a forward mode: statistics, then the blocks that own keys and those that own queries."""
+    at = dict(places)
+    backend, reasons = select(problem, device, at, requested=requested, offer="hvp")
+    axes = len(problem.out_shape)
+    moving = [name for n in ("q", "k", "v", "dout") for name in (n, f"{n}_tangent") if name in at]
+    aligned = all(at[name].aligned(16, axes) for name in moving)
+    names = chain_names(problem)
+    configs = [rows.hvp_delta(problem)]
+    configs += [backend.schedule.hvp(problem, device.shared_limit, aligned, owns_keys) for owns_keys in (True, False)]
+    steps = checked(*(Step(Variant(c.kernel, problem.dtype, names, c), c.blocks(problem)) for c in configs))
+    values = {
+        **common_values(problem),
+        "section": order.section(problem, device.cache_bytes),
+        **{f"{name}_vectors": vectors(at[name], axes) for name in ("dq", "dk", "dv")},
+    }
+    template, offsets = pack("hvp", problem, at, values)
+    lines = problem.batch_size * problem.heads_q * problem.seq_q
+    statistics_bytes = 4 * np.dtype(problem.accumulator).itemsize * lines
+    return Plan(problem, device, backend.name, reasons, steps, template, offsets, statistics_bytes=statistics_bytes)
+
+
 def grid(config: Config, problem: Problem, device: Device) -> int:
     """Blocks of a launch; persistent ones are as many as the device runs at once."""
     blocks = config.blocks(problem)
@@ -356,7 +402,8 @@ def places_of(problem: Problem, arrays: Mapping[str, Any]) -> tuple[tuple[str, P
     found = []
     for name, array in arrays.items():
         shape = array.shape
-        if len(shape) == len(problem.score_shape) and name.removeprefix("d") not in ("q", "k", "v", "out"):
+        of = name.removesuffix("_tangent").removeprefix("d")
+        if len(shape) == len(problem.score_shape) and of not in ("q", "k", "v", "out"):
             shape = problem.score_shape
         found.append((name, placed(array, shape, address(array))))
     return tuple(found)
@@ -369,7 +416,9 @@ def compacted(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     with this they do not depend on what else is in the batch.
     """
     names = ("q", "k", "v", "out", "dout")
-    return {name: compact(x, problem.layout) if name in names else x for name, x in arrays.items()}
+    return {
+        name: compact(x, problem.layout) if name.removesuffix("_tangent") in names else x for name, x in arrays.items()
+    }
 
 
 def pointers_of(arrays: Mapping[str, Any]) -> dict[str, int]:
@@ -392,3 +441,14 @@ def backward_arrays(call: Call, **arrays: Any) -> dict[str, Any]:
     """Arrays of a backward by field name; those that are None are left out."""
     given = {"q": call.q, "k": call.k, "v": call.v, **call.operands, **arrays}
     return {name: array for name, array in given.items() if array is not None}
+
+
+def jvp_arrays(call: Call, tangents: Mapping[str, Any], **results: Any) -> dict[str, Any]:
+    """Arrays of a forward mode by field name; `results` are out, out_tangent, lse and lse_tangent."""
+    moving = {f"{name}_tangent": x for name, x in tangents.items()}
+    return {"q": call.q, "k": call.k, "v": call.v, **call.operands, **moving, **results}
+
+
+def hvp_arrays(call: Call, tangents: Mapping[str, Any], **arrays: Any) -> dict[str, Any]:
+    """Arrays of second derivatives by field name; those that are None are left out."""
+    return {name: x for name, x in jvp_arrays(call, tangents, **arrays).items() if x is not None}

@@ -15,12 +15,25 @@ Backward, for a loss whose gradient is g = dL/dO (and dL/dL = dlse):
 * dS ← dS ∘ f'                    back through each score modifier f;
 * dQ = scale · dS K, dK = scale · dSᵀ Q.
 
+Forward mode, for tangents Q', K', V' of the inputs, which are directions in which they change:
+
+* S' = scale · (Q' Kᵀ + Q K'ᵀ), times the slope f' of each score modifier, plus the tangent of a bias;
+* L' = Σ_j P_j S'_j by row, a sink counted as a key;
+* P' = P ∘ (S' − L'), O' = P' V + P V', with the factors of dropout.
+
+The same of the backward, for a tangent g' of g, gives the product of the Hessian with a direction:
+
+* (dP)' = g' Vᵀ + g V'ᵀ, δ' = g' · o + g · o' − (dlse)';
+* (dS)' = P ∘ ((S' − L') ∘ (dP − δ) + (dP)' − δ'); back through a modifier it is times f', and dS times f'' S' is added;
+* (dQ)' = scale · ((dS)' K + dS K'), (dK)' = scale · ((dS)'ᵀ Q + dSᵀ Q'), (dV)' = P'ᵀ g + Pᵀ g'.
+
 Everything of the size seq_q · seq_k stands in memory, which is what the other backends avoid (Dao et al.,
 arXiv:2205.14135; the same equations are in its appendix B).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +170,161 @@ def backward(call: Call, dout: Array, dlse: Array | None = None) -> Any:
         names = differentiable_operands(problem.modifiers)
         dk, dv = sum_groups(dk, problem.group), sum_groups(dv, problem.group)
         return gradients_type(names)(dq, dk, dv, *(gradients[name] for name in names))
+
+
+def jvp(call: Call, tangents: Mapping[str, Array]) -> tuple[Array, Array]:
+    """Tangents of output and log-sum-exp of one call for tangents of its inputs, in float64.
+
+    Parameters
+    ----------
+    call
+        A `cuflash.problem.Call` with NumPy arrays of any supported dtype.
+    tangents
+        Directions in which "q", "k", "v" and the operands "bias" and "sinks" change, of the shapes that these have in `call`;
+        what is missing stays as it is.
+
+    Returns
+    -------
+    dout
+        (*batch, heads_q, seq_q, head_dim_v); 0 in a row that sees no key.
+    dlse
+        (*batch, heads_q, seq_q); 0 in a row that sees no key.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import problem, reference
+    >>> q, k, v = np.ones((1, 1, 1)), np.zeros((1, 2, 1)), np.array([[[1.0], [3.0]]])
+    >>> reference.jvp(problem.describe(q, k, v), {"k": np.array([[[0.0], [2.0]]])})
+    (array([[[1.]]]), array([[1.]]))
+    """
+    with np.errstate(all="ignore"):
+        dense = attend(call)
+        moved = move(call, dense, tangents)
+        return moved.out, moved.lse[..., 0]
+
+
+def hvp(call: Call, dout: Array, dlse: Array | None, tangents: Mapping[str, Array]) -> Any:
+    """Tangents of the gradients of one call, in float64: a named tuple as `backward` returns.
+
+    Parameters
+    ----------
+    call, dout, dlse
+        As for `backward`.
+    tangents
+        As for `jvp`, and of "dout" and "dlse".
+
+    Returns
+    -------
+    Gradients
+        The derivatives of what `backward` returns in this direction.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash import problem, reference
+    >>> q, k, v = np.ones((1, 1, 1)), np.zeros((1, 2, 1)), np.array([[[1.0], [3.0]]])
+    >>> one = np.ones((1, 1, 1))
+    >>> reference.hvp(problem.describe(q, k, v), one, None, {"q": one, "v": v}).dk
+    array([[[-1.],
+            [ 1.]]])
+    """
+    problem = call.problem
+    with np.errstate(all="ignore"):
+        dense = attend(call)
+        k, v, seen = dense.k, dense.v, dense.seen
+        moved = move(call, dense, tangents)
+        dq, dk, dv = (repeated(call, tangents, name) for name in "qkv")
+        empty = np.isneginf(dense.lse)[..., None]
+
+        def given(x: Array | None, shape: tuple[int, ...]) -> Array:
+            return np.where(empty, 0, 0.0 if x is None else x.astype(np.float64).reshape(shape))
+
+        whole_shape, row_shape = problem.out_shape, (*problem.lse_shape, 1)
+        g, dg = given(dout, whole_shape), given(tangents.get("dout"), whole_shape) + np.zeros(whole_shape)
+        gl, dgl = given(dlse, row_shape), given(tangents.get("dlse"), row_shape)
+        p_moved = dense.p * (moved.s - moved.lse)
+        tv = seen_product(
+            np.where(seen, dense.factors * p_moved, 0).swapaxes(-1, -2), seen.swapaxes(-1, -2), g
+        ) + seen_product(dense.dropped.swapaxes(-1, -2), seen.swapaxes(-1, -2), dg)
+        dp = dense.factors * (g @ v.swapaxes(-1, -2))
+        dp_moved = dense.factors * (dg @ v.swapaxes(-1, -2) + g @ dv.swapaxes(-1, -2))
+        out = seen_product(dense.dropped, seen, v)
+        delta = (g * out).sum(axis=-1, keepdims=True) - gl
+        delta_moved = (dg * out + g * moved.out).sum(axis=-1, keepdims=True) - dgl
+        ds = np.where(seen & ~empty, dense.p * (dp - delta), 0)
+        ds_moved = np.where(seen & ~empty, p_moved * (dp - delta) + dense.p * (dp_moved - delta_moved), 0)
+
+        gradients = {}
+        for modifier in problem.modifiers:
+            if modifier.kind == "sum":
+                (name,) = modifier.differentiable
+                terms = -dense.p_sink * ((moved.sink - moved.lse) * delta + delta_moved)
+                gradients[name] = sum_to(np.where(dense.p_sink == 0, 0, terms), call.operands[name].shape)
+            elif modifier.kind == "score":  # biases: they follow everything that has a slope
+                for name in modifier.differentiable:
+                    gradients[name] = np.zeros(call.operands[name].shape)
+                    modifier.add_gradient(name, ds_moved, gradients[name], whole(call))
+        ds_moved = np.where(seen, ds_moved * moved.slope + ds * moved.curvature * moved.entering, 0)
+        ds = np.where(seen, ds * moved.slope, 0)
+
+        def product(left: Array, right: Array) -> Array:
+            return seen_product(left, seen, right)
+
+        def transposed(left: Array, right: Array) -> Array:
+            return seen_product(left.swapaxes(-1, -2), seen.swapaxes(-1, -2), right)
+
+        tq = problem.scale * (product(ds_moved, k) + product(ds, dk))
+        tk = problem.scale * (transposed(ds_moved, dense.q) + transposed(ds, dq))
+        names = differentiable_operands(problem.modifiers)
+        tk, tv = sum_groups(tk, problem.group), sum_groups(tv, problem.group)
+        return gradients_type(names)(tq, tk, tv, *(gradients[name] for name in names))
+
+
+@dataclass(frozen=True)
+class Moved:
+    """How a call changes in the direction of its tangents; 0 where nothing is seen."""
+
+    entering: Array  # scores before their modifiers
+    s: Array
+    slope: Array | float  # of all score modifiers together
+    curvature: Array | float
+    sink: Array | float
+    lse: Array  # (*batch, heads_q, seq_q, 1)
+    out: Array
+
+
+def move(call: Call, dense: Dense, tangents: Mapping[str, Array]) -> Moved:
+    """The tangents of everything between inputs and output."""
+    problem, tile = call.problem, whole(call)
+    dq, dk, dv = (repeated(call, tangents, name) for name in "qkv")
+    entering = problem.scale * (dq @ dense.k.swapaxes(-1, -2) + dense.q @ dk.swapaxes(-1, -2))
+    s = problem.scale * (dense.q @ dense.k.swapaxes(-1, -2))
+    slope, curvature = np.ones((1, 1)), np.zeros((1, 1))
+    for modifier in problem.modifiers:
+        if modifier.kind == "score":
+            own, bent = modifier.slope(s, tile), modifier.curvature(s, tile)
+            if own is not None:  # (f(g))'' = f'' g'² + f' g''
+                curvature = own * curvature + (0 if bent is None else bent * slope**2)
+                slope = slope * own
+            s = modifier.apply(s, tile)
+    ds = entering * slope
+    if "bias" in tangents:
+        ds = ds + tangents["bias"].astype(np.float64)
+    ds = np.where(dense.seen, ds, 0)
+    sink = tangents["sinks"].astype(np.float64) if "sinks" in tangents else np.zeros(1)
+    lse = (dense.p * ds + np.zeros(dense.seen.shape)).sum(axis=-1, keepdims=True)
+    lse = lse + np.where(dense.p_sink == 0, 0, dense.p_sink * sink)
+    weights = np.where(dense.seen, dense.factors * dense.p * (ds - lse), 0)
+    out = seen_product(weights, dense.seen, dense.v) + seen_product(dense.dropped, dense.seen, dv)
+    return Moved(np.where(dense.seen, entering, 0), ds, slope, curvature, sink, lse, out)
+
+
+def repeated(call: Call, tangents: Mapping[str, Array], name: str) -> Array:
+    """The tangent of q, k or v in float64, with one head for each query head; 0 where there is none."""
+    x = getattr(call, name)
+    found = tangents[name].astype(np.float64) if name in tangents else np.zeros(x.shape)
+    return found if name == "q" else found.repeat(call.problem.group, axis=-3)
 
 
 def weights(call: Call) -> Array:

@@ -9,6 +9,7 @@ include path and no system header is needed.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from importlib import resources
 
@@ -72,12 +73,14 @@ def prologue(variant: Variant) -> str:
             '#include "attention/index.cuh"',
             *(['#include "attention/expression.cuh"'] if any(issubclass(m, Written) for m in chain) else []),
             *(m.cuda.strip() for m in chain),
-            _score([m for m in chain if m.kind == "score"], variant.direction == "backward"),
+            *(m.curved.strip() for m in chain if m.curved and variant.direction == "hvp"),
+            _score([m for m in chain if m.kind == "score"], variant.direction),
             _visibility([m for m in chain if m.kind == "range"], [m for m in chain if m.kind == "mask"]),
             _sum([m for m in chain if m.kind == "sum"]),
             _drop([m for m in chain if m.kind == "drop"]),
             _units([m for m in chain if m.kind == "units"]),
             _operand_gradients(variant, chain),
+            *(_operand_tangents(chain) if variant.direction in ("jvp", "hvp") else ()),
         ]
     )
 
@@ -89,21 +92,23 @@ def _constant(name: str, value: int | bool) -> str:
 _QUALIFIERS = "static __device__ __forceinline__"
 
 
-def _score(chain: list[type[Modifier]], backward: bool) -> str:
+def _score(chain: list[type[Modifier]], direction: str) -> str:
     names = [m.__name__ for m in chain]
     slope = " || ".join(f"{n}::kHasSlope" for n in names) or "false"
     place = "const Params& p, const Place& place, int q, int k, Real s"
     apply = "\n".join(f"    s = {n}::apply(p, place, q, k, s);" for n in names)
     sloped = "\n".join(f"    s = {n}::apply_with_slope(p, place, q, k, s, slope);" for n in names)
-    asked = [m for m in chain if issubclass(m, Written) and m.differentiable] if backward else []
+    asked = [m for m in chain if issubclass(m, Written) and m.differentiable] if direction == "backward" else []
     keeps = asked and (
         any(m.program.needs_score for m in asked) or any(m.has_slope() for m in chain[chain.index(asked[0]) + 1 :])
     )
+    is_curved = direction == "hvp" and any(m.curved for m in chain)
     return f"""{_score_gradients(chain, asked)}
 struct Score : ScoreGradients {{
   static constexpr bool kIdentity = {str(not chain).lower()};
   static constexpr bool kHasSlope = {slope};
   static constexpr bool kKeepsScores = {str(bool(keeps)).lower()};  // those that enter the chain
+  static constexpr bool kHasCurvature = {str(is_curved).lower()};
   {_QUALIFIERS} Real apply({place}) {{
 {apply}
     return s;
@@ -112,7 +117,27 @@ struct Score : ScoreGradients {{
 {sloped}
     return s;
   }}
-}};"""
+{_curvature(chain, place) if is_curved else ""}}};"""
+
+
+def _curvature(chain: list[type[Modifier]], place: str) -> str:
+    """The score with its first and second derivative by the one that enters: (f(g))'' = f'' g'² + f' g''."""
+    lines = []
+    for m in chain:
+        if not m.has_slope():
+            lines.append(f"s = {m.__name__}::apply(p, place, q, k, s);")
+            continue
+        own = f"{m.__name__}Curved::apply_with_curvature(p, place, q, k, s, own, bend)"
+        if not m.curved:
+            own = f"{m.__name__}::apply_with_slope(p, place, q, k, s, own)"
+        lines.append(
+            f"{{ Real own = 1, bend = 0; s = {own}; curvature = bend * slope * slope + own * curvature; slope *= own; }}"
+        )
+    body = "".join(f"    {line}\n" for line in lines)
+    return f"""  {_QUALIFIERS} Real apply_with_curvature({place}, Real& slope, Real& curvature) {{
+{body}    return s;
+  }}
+"""
 
 
 def _score_gradients(chain: list[type[Modifier]], asked: list[type[Written]]) -> str:
@@ -211,7 +236,20 @@ def _units(chain: list[type[Modifier]]) -> str:
 def _operand_gradients(variant: Variant, chain: list[type[Modifier]]) -> str:
     """`for_each_operand_gradient(p, f)` calls f with the view of the gradient of every operand that is added to scores."""
     added = [m for m in chain if m.kind == "score" and not issubclass(m, Written)]  # `Score` has those of expressions
-    views = [f"d{name}" for m in added for name in m.differentiable] if variant.direction == "backward" else []
+    views = [f"d{name}" for m in added for name in m.differentiable] if variant.direction in ("backward", "hvp") else []
     calls = " ".join(f"f(p.{view});" for view in views)
     return f"""constexpr bool kHasOperandGradients = {str(bool(views)).lower()};
 template <class Function> __device__ __forceinline__ void for_each_operand_gradient(const Params& p, Function f) {{ {calls} }}"""
+
+
+def _operand_tangents(chain: list[type[Modifier]]) -> Iterator[str]:
+    """`for_each_operand_tangent(p, f)` calls f with the view of the tangent of every operand that is added to scores.
+
+    `sink_tangent(p)` is the view of that of the sinks, which may be no array.
+    """
+    views = [f"p.{name}_tangent" for m in chain if m.kind == "score" for name in m.movable]
+    calls = " ".join(f"f({view});" for view in views)
+    yield "template <class Function>"
+    yield f"__device__ __forceinline__ void for_each_operand_tangent(const Params& p, Function f) {{ {calls} }}"
+    sinks = [f"p.{name}_tangent" for m in chain if m.kind == "sum" for name in m.movable]
+    yield f"__device__ __forceinline__ View sink_tangent(const Params& p) {{ return {(*sinks, 'View{}')[0]}; }}"

@@ -63,6 +63,15 @@ class ColumnsSimtTile(NamedTuple):
     thread_columns: int
 
 
+class JvpTile(NamedTuple):
+    """Tile of jvp_mma.cu: queries and keys of a step, warps of a block, blocks of a multiprocessor."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    blocks_per_sm: int
+
+
 class ForwardWgmmaTile(NamedTuple):
     """Tile of forward_wgmma.cu, for head sizes, keys per query and weights of modifiers up to a limit."""
 
@@ -117,6 +126,15 @@ FORWARD_SPLIT = (
     ForwardSplitTile(64, 16, 4, 1, 1, max_chunk=128, score_part=16),
     ForwardSplitTile(32, 16, 2, 1, 1, max_chunk=64, score_part=16),
     ForwardSplitTile(16, 16, 1, 1, 1, max_chunk=64, score_part=16),
+)
+
+JVP_MMA = (
+    JvpTile(64, 64, 4, 2),
+    JvpTile(64, 32, 4, 2),
+    JvpTile(64, 16, 4, 1),
+    JvpTile(32, 32, 2, 1),
+    JvpTile(32, 16, 2, 1),
+    JvpTile(16, 16, 1, 1),
 )
 
 COLUMNS_MMA = (

@@ -65,6 +65,8 @@ class Variant:
             parts.append(f"d{self.config.head_dim}")
             if getattr(self.config, "head_dim_v", self.config.head_dim) != self.config.head_dim:
                 parts.append(f"v{self.config.head_dim_v}")
+        if hasattr(self.config, "owns_keys"):
+            parts.insert(2, "keys" if self.config.owns_keys else "queries")
         kept = [name for name in STATISTICS if getattr(self.config, name, False)]
         dtypes = [SHORT[dtype] for dtype in (self.dtype, self.out_dtype) if dtype]
         return "_".join([*parts, *dtypes, *self.modifiers, *kept])

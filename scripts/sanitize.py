@@ -46,7 +46,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every backend and dtype, aligned and not; on the aligned ones all options together, turns, and statistics."""
+    """Every backend and dtype, aligned and not; on the aligned ones all options together, turns, statistics, and forward mode."""
     from cuflash import decode_plan
     from cuflash.backends import BACKENDS
 
@@ -59,6 +59,8 @@ def cases() -> Iterator[Case]:
             else:
                 yield Case(row.name, dtype, 1, "causal")
                 yield Case(row.name, dtype, 0, "statistics")
+                yield Case(row.name, dtype, 0, "tangents")
+                yield Case(row.name, dtype, 1, "tangents")
     for backend, dtypes in (("mma", decode_plan.MMA_CAPABILITIES), ("simt", decode_plan.SIMT_CAPABILITIES)):
         for dtype, pitch in product(dtypes, (0, 1)):
             yield Case(backend, dtype, pitch, "decode")
@@ -101,6 +103,7 @@ def run(case: Case) -> None:
     k, v = array(1, 2, seq_k, dim), array(1, 2, seq_k, dim)
     real = np.float64 if case.dtype == "float64" else np.float32
     known = {"plain": {}, "causal": {"causal": True}, "turns": {"causal": True}, "statistics": {"causal": True}}
+    known |= {"tangents": {"causal": True, "softcap": 3.0}}
     options: dict[str, Any] = known.get(case.options) or {
         "causal": True,
         "window": (100, 20),
@@ -123,8 +126,13 @@ def run(case: Case) -> None:
         options["modifiers"] = tuple(m for m in options.get("modifiers", ()) if not isinstance(m, others))
     options["backend"] = case.backend
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    found: dict[str, Any] = {}
     if case.options == "statistics":
         found = cuflash.attention_statistics(q, k, v, **options)._asdict()
+    elif case.options == "tangents":
+        _, found["tangent"] = cuflash.attention_jvp(q, k, v, q, None, v, **options)
+        if case.backend == "simt":
+            found |= cuflash.attention_hvp(dout, q, k, v, q, None, v, **options)._asdict()
     else:
         turns = case.options == "turns"
         gradients = cuflash.attention_backward(dout, q, k, v, out, lse, deterministic=turns, **options)

@@ -266,6 +266,8 @@ def test_an_explanation_prints_what_it_has() -> None:
 CALLS = [
     cuflash.attention,
     cuflash.attention_backward,
+    cuflash.attention_hvp,
+    cuflash.attention_jvp,
     cuflash.attention_statistics,
     cuflash.attention_vjp,
     cuflash.explain,

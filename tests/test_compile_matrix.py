@@ -63,6 +63,10 @@ def entries() -> Iterator[Entry]:
                 yield Entry(arch, dtype, *sizes, option, aligned, seq_q=1)
                 yield Entry(arch, dtype, *sizes, option, aligned, deterministic=True)
                 yield Entry(arch, dtype, *sizes, option, aligned, statistics=STATISTICS)
+                if "packed" not in option:
+                    yield Entry(arch, dtype, *sizes, option, aligned, mode="jvp")
+                    if DTYPES[dtype].itemsize > 2:
+                        yield Entry(arch, dtype, *sizes, option, aligned, mode="hvp")
         for dtype, sizes, option in product(HALVES, HOPPER_SIZES, (*OPTIONS, *TOGETHER)):
             for lengths in (SHORT, MEDIUM, LONG):
                 yield hopper(dtype, sizes, option, lengths)
@@ -136,6 +140,15 @@ def entries() -> Iterator[Entry]:
     yield Entry(80, "bfloat16", 128, 128, "packed-dropout", deterministic=True)
     for arch, dtype, size in ((75, "float16", 128), (90, "bfloat16", 256), (90, "float32", 128)):
         yield Entry(arch, dtype, size, size, "dropout-everything")
+    for arch, dtype, size in ((90, "bfloat16", 64), (75, "float16", 128), (90, "float32", 128), (75, "float64", 64)):
+        yield Entry(arch, dtype, size, size, "everything", mode="jvp")
+    for option in ("causal", "everything"):
+        yield Entry(90, "bfloat16", 128, 128, option, mode="jvp")
+    for arch, dtype, option in ((80, "bfloat16", "sparse-everything"), (90, "float64", "dropout-everything")):
+        yield Entry(arch, dtype, 128, 128, option, aligned=False, mode="jvp")
+    yield Entry(75, "float32", 128, 128, "everything", mode="hvp")
+    yield Entry(90, "float64", 64, 64, "everything", aligned=False, mode="hvp")
+    yield Entry(80, "float32", 128, 128, "dropout-everything", mode="hvp")
     for name, option in product(STATISTICS, ("plain", "sparse-everything")):
         yield Entry(80, "bfloat16", 128, 128, option, aligned=option == "plain", statistics=(name,))
     for (arch, dtype), option in product(((75, "float32"), (80, "bfloat16")), ("written-everything",)):
@@ -211,7 +224,7 @@ def matrix() -> list:
                     if getattr(variant.config, "rest", False) and entry.options not in compiled:
                         continue
                     family = {86: 80, 89: 80}.get(family, family)
-                    if variant.kernel.startswith(("backward_delta", "backward_convert", "split_")):
+                    if variant.kernel.startswith(("backward_delta", "backward_convert", "hvp_delta", "split_")):
                         family = min(family, 80)  # these kernels have no instruction of their own
                         if not getattr(variant.config, "turns", 0):  # and look at no score
                             variant = replace(variant, modifiers=tuple(m for m in variant.modifiers if m == "packed"))

@@ -123,6 +123,34 @@ class Expectation:
             for name in want._fields
         )
 
+    def check_jvp(self, tangents, out, dout, lse, dlse):
+        """Check the results of a forward mode; returns the largest error in units of what is allowed."""
+        self.check_forward(out, lse)
+        want = dict(zip(("dout", "dlse"), reference.jvp(self.call, tangents), strict=True))
+        plain, allowed = plain_tangents(self.call, tangents), tangent_floors(self.call, tangents)
+        empty = ~self.seen.any(axis=-1)
+        assert_zero(dout, empty[..., None], "dout")
+        assert_zero(dlse, empty & np.isneginf(plain_sink(self.call)[..., 0]), "dlse")
+        ratio = assert_close(dout, want["dout"], plain["dout"], "dout", allowed["dout"])
+        return max(
+            ratio, assert_close(*(x[..., None] for x in (dlse, want["dlse"], plain["dlse"])), "dlse", allowed["dlse"])
+        )
+
+    def check_hvp(self, tangents, products):
+        """Check the tangents of the gradients; returns the largest error in units of what is allowed."""
+        want = reference.hvp(self.call, self.dout, self.dlse, tangents)
+        assert products._fields == want._fields, f"tangents are {products._fields}: must be {want._fields}"
+        plain = plain_tangents(self.call, tangents, self.dout, self.dlse)
+        allowed = tangent_floors(self.call, tangents, self.dout, self.dlse)
+        unseen_key = ~sum_groups(self.seen.any(axis=-2)[..., None], self.call.problem.group).astype(bool)
+        assert_zero(products.dq, ~self.seen.any(axis=-1)[..., None], "dq")
+        assert_zero(products.dk, unseen_key, "dk")
+        assert_zero(products.dv, unseen_key, "dv")
+        return max(
+            assert_close(getattr(products, name), getattr(want, name), plain[name], name, allowed[name])
+            for name in want._fields
+        )
+
 
 def plain_attention(call, dout=None, dlse=None):
     """out, lse and, with `dout`, the gradients by name, of dense attention that rounds what it would store."""
@@ -175,6 +203,149 @@ def plain_attention(call, dout=None, dlse=None):
         dk = accumulator.type(problem.scale) * (ds.swapaxes(-1, -2) @ q)
         result["dk"] = sum_groups(dk, problem.group).astype(dtype)
         result["dv"] = sum_groups(stored(p * factors).swapaxes(-1, -2) @ g, problem.group).astype(dtype)
+        return result
+
+
+def plain_tangents(call, tangents, dout=None, dlse=None):
+    """Tangents of out and lse and, with `dout`, of the gradients by name, of dense attention that rounds what it would store."""
+    twins = for_twins(call)
+    problem, dtype = call.problem, call.q.dtype
+    accumulator = np.dtype(problem.accumulator)
+
+    def stored(x):
+        return x.astype(dtype).astype(accumulator)
+
+    with np.errstate(all="ignore"):
+        seen = reference.visible(call)
+        heads_seen = seen.any(axis=-2)[..., None]
+        given = {name: getattr(call, name) for name in "qkv"}
+        moved = {name: tangents.get(name, np.zeros(x.shape, dtype)) for name, x in given.items()}
+
+        def loaded(arrays, name):
+            x = arrays[name].astype(accumulator)
+            return x if name == "q" else np.where(heads_seen, x.repeat(problem.group, axis=-3), 0)
+
+        (q, k, v), (dq, dk, dv) = ([loaded(arrays, name) for name in "qkv"] for arrays in (given, moved))
+        scale, tile = (
+            accumulator.type(problem.scale),
+            Tile(problem, twins.operands, slice(0, problem.seq_q), slice(0, problem.seq_k)),
+        )
+        s = (q @ transpose(k)) * scale
+        entering = (dq @ transpose(k) + q @ transpose(dk)) * scale
+        slope, curvature = np.ones((), accumulator), np.zeros((), accumulator)
+        for modifier in problem.modifiers:
+            if modifier.kind == "score":
+                own, bent = modifier.slope(s, tile), modifier.curvature(s, tile)
+                if own is not None:
+                    curvature = own * curvature + (0 if bent is None else bent * slope**2)
+                    slope = slope * own
+                s = modifier.apply(s, tile)
+        s = np.where(seen, s, -np.inf)
+        ds = entering * slope + tangents.get("bias", np.zeros(1)).astype(accumulator)
+        ds = np.where(seen, ds, 0)
+        sink, sink_moved = plain_sink(call), tangents.get("sinks", np.zeros(1)).astype(accumulator)
+        m = np.maximum(s.max(axis=-1, keepdims=True, initial=-np.inf), sink)
+        e = np.exp(s - np.where(np.isneginf(m), 0, m))
+        e_sink = np.exp(sink - np.where(np.isneginf(m), 0, m))
+        total = e.sum(axis=-1, keepdims=True) + e_sink
+        p, p_sink = (np.where(total == 0, 0, x / np.where(total == 0, 1, total)) for x in (e, e_sink))
+        factors = np.asarray(reference.weight_factors(reference.whole(twins)), accumulator)
+        lse_moved = (p * ds).sum(axis=-1, keepdims=True) + np.where(p_sink == 0, 0, p_sink * sink_moved)
+        out = stored(stored(p * factors) @ v)
+        out_moved = stored(
+            stored(p * ds * factors) @ v + stored(p * factors) @ dv - lse_moved * (stored(p * factors) @ v)
+        )
+        result = {"dout": out_moved.astype(dtype), "dlse": lse_moved[..., 0].astype(accumulator)}
+        if dout is None:
+            return result
+        empty = total == 0
+        g, dg = (np.where(empty, 0, x.astype(accumulator)) for x in (dout, tangents.get("dout", np.zeros(dout.shape))))
+        delta, delta_moved = (
+            (g * out).sum(axis=-1, keepdims=True),
+            (dg * out + g * out_moved).sum(axis=-1, keepdims=True),
+        )
+        for x, to in ((dlse, delta), (tangents.get("dlse"), delta_moved)):
+            if x is not None:
+                to -= np.where(empty, 0, x.astype(accumulator)[..., None])
+        p_moved = p * (ds - lse_moved)
+        dp = factors * (g @ transpose(v)) - delta
+        dp_moved = factors * (dg @ transpose(v) + g @ transpose(dv)) - delta_moved
+        a, a_moved = p * dp, p_moved * dp + p * dp_moved
+        if "sinks" in call.operands:
+            terms = -p_sink * ((sink_moved - lse_moved) * delta + delta_moved)
+            result["dsinks"] = sum_to(np.where(p_sink == 0, 0, terms), call.operands["sinks"].shape).astype(accumulator)
+        if "bias" in call.operands:
+            result["dbias"] = operand_sum(call, "bias", a_moved).astype(dtype)
+        a, a_moved = np.where(seen, a * slope, 0), np.where(seen, a_moved * slope + a * curvature * entering, 0)
+        result["dq"] = (scale * (a_moved @ k + a @ dk)).astype(dtype)
+        result["dk"] = sum_groups(scale * (transpose(a_moved) @ q + transpose(a) @ dq), problem.group).astype(dtype)
+        tv = transpose(factors * p_moved) @ g + transpose(factors * p) @ dg
+        result["dv"] = sum_groups(tv, problem.group).astype(dtype)
+        return result
+
+
+def tangent_floors(call, tangents, dout=None, dlse=None):
+    """What is allowed on top, by result: units of the accumulator in absolute terms, and roundings of what is stored."""
+    problem, half = call.problem, epsilon(call.q.dtype) / 2
+    scale, relative = abs(problem.scale), floors(call)["lse"]
+    if problem.dtype == "float64":  # in which the reference itself is off by a unit for each term of its sums
+        relative = relative + (problem.seq_q + problem.seq_k) * epsilon(call.q.dtype)
+    with np.errstate(all="ignore"):
+        seen, dense = reference.visible(call), reference.attend(call)
+        heads_seen = seen.any(axis=-2)[..., None]
+
+        def loaded(x, name):
+            x = abs(numbers(x))
+            return x if name == "q" else np.where(heads_seen, x.repeat(problem.group, axis=-3), 0)
+
+        q, k, v = (loaded(getattr(call, name), name) for name in "qkv")
+        dq, dk, dv = (loaded(tangents.get(name, np.zeros(getattr(call, name).shape)), name) for name in "qkv")
+        p, factors = np.nan_to_num(dense.p), dense.factors
+        moved = reference.move(call, dense, tangents)
+        slope, curvature = numbers(np.abs(moved.slope)), numbers(np.abs(moved.curvature))
+        entering = np.where(seen, scale * (dq @ transpose(k) + q @ transpose(dk)), 0)
+        # A slope is off by the curvature times the error of the score, which `relative` stands for.
+        ds = np.where(seen, entering * (slope + curvature) + abs(numbers(tangents.get("bias", np.zeros(1)))), 0)
+        p_sink, sink = np.nan_to_num(dense.p_sink), abs(numbers(tangents.get("sinks", np.zeros(1))))
+        lse = (p * ds).sum(axis=-1, keepdims=True) + p_sink * sink
+        kept = factors * p
+        out, out_moved = kept @ v, (kept * (ds + lse)) @ v + kept @ dv
+        squares = (kept * numbers(moved.s)) ** 2 @ v**2 + kept**2 @ dv**2 + lse**2 * (kept**2 @ v**2)
+        result = {
+            "dlse": relative * matrix_max(lse),
+            "dout": relative * matrix_max(out_moved) + 2 * half * rms_max(squares),
+        }
+        if dout is None:
+            return result
+        g, dg = abs(numbers(dout)), abs(numbers(tangents.get("dout", np.zeros(dout.shape))))
+        # Outputs are stored, and what their rounding does to δ is common to all keys of a row.
+        stored = half * np.sqrt((g**2 * out**2).sum(axis=-1, keepdims=True))
+        stored_moved = half * np.sqrt((dg**2 * out**2 + g**2 * out_moved**2).sum(axis=-1, keepdims=True))
+        delta, delta_moved = (
+            (g * out).sum(axis=-1, keepdims=True),
+            (dg * out + g * out_moved).sum(axis=-1, keepdims=True),
+        )
+        delta = delta + (0 if dlse is None else abs(numbers(dlse))[..., None])
+        delta_moved = delta_moved + (abs(numbers(tangents["dlse"]))[..., None] if "dlse" in tangents else 0)
+        p_moved, most = p * (ds + lse), relative.max(initial=0)
+        dp, dp_moved = factors * (g @ transpose(v)), factors * (dg @ transpose(v) + g @ transpose(dv))
+        a, a_moved = p * (dp + delta), p_moved * (dp + delta) + p * (dp_moved + delta_moved)
+        a_stored, a_moved_stored = p * stored, p_moved * stored + p * stored_moved
+        if "sinks" in call.operands:
+            shape = call.operands["sinks"].shape
+            terms = most * ((sink + lse) * delta + delta_moved) + (sink + lse) * stored + stored_moved
+            result["dsinks"] = matrix_max(sum_to(np.broadcast_to(p_sink * terms, (*problem.lse_shape, 1)), shape))
+        if "bias" in call.operands:
+            result["dbias"] = matrix_max(operand_sum(call, "bias", most * a_moved + a_moved_stored))
+        bend = (curvature + slope) * entering
+        a_moved, a_moved_stored = a_moved * slope + a * bend, a_moved_stored * slope + a_stored * bend
+        a, a_stored = a * (slope + curvature), a_stored * slope
+        moved_error = most * a_moved + a_moved_stored
+        error = most * a + a_stored
+        result["dq"] = scale * matrix_max(moved_error @ k + error @ dk)
+        result["dk"] = scale * matrix_max(sum_groups(transpose(moved_error) @ q + transpose(error) @ dq, problem.group))
+        tv = transpose(factors * p_moved) @ g + transpose(kept) @ np.broadcast_to(dg, g.shape)
+        result["dv"] = most * matrix_max(sum_groups(tv, problem.group))
         return result
 
 

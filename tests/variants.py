@@ -60,6 +60,7 @@ class Entry:
     backend: str | None = None  # those of every device, unless another is asked for
     statistics: tuple[str, ...] = ()  # these of the forward; the backward is left out
     precision: str | None = None
+    mode: str = ""  # "jvp" or "hvp" for forward mode or second derivatives in place of forward and backward
 
     def variants(self) -> Iterator[Variant]:
         """The kernels of its forward and backward."""
@@ -87,6 +88,16 @@ class Entry:
         lse = np.zeros(problem.lse_shape, problem.accumulator)
         terms = gradient_terms(problem, call.operands)
         sums = {f"d{name}": np.zeros(shape, problem.accumulator) for name, shape in terms.items()}
+        if self.mode:
+            tangents = {"q": q, "k": k, "v": v} | {n: x for n, x in call.operands.items() if n in ("bias", "sinks")}
+            results = {"out": out, "out_tangent": out, "lse": lse, "lse_tangent": lse}
+            if self.mode == "hvp":
+                tangents |= {"dout": out, "dlse": lse}
+                results |= {"dout": out, "dlse": lse, "dq": q, "dk": k, "dv": v, **sums}
+            make = plan.plan_hvp if self.mode == "hvp" else plan.plan_jvp
+            places = plan.places_of(problem, plan.jvp_arrays(call, tangents, **results))
+            yield from (step.variant for step in make(problem, device, places, requested).steps)
+            return
         shapes = statistics_shapes(problem)
         statistics = {name: np.zeros(shapes[name], problem.accumulator) for name in self.statistics}
         forward = plan.forward_arrays(call, out, lse, **statistics)

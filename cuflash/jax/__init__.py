@@ -81,7 +81,9 @@ def attention(
 
     Notes
     -----
-    Algorithm: Dao et al., arXiv:2205.14135, and Dao, arXiv:2307.08691.  Reverse mode only, and no second derivatives.
+    Algorithm: Dao et al., arXiv:2205.14135, and Dao, arXiv:2307.08691.  Reverse mode only, and no second derivatives,
+    since a function of JAX has a rule for `jvp` or one for `vjp`: `cuflash.attention_jvp` and `cuflash.attention_hvp` take JAX's
+    arrays outside of traced programs.
     Arrays that are sharded without `shard_map` are gathered first: XLA does not look into the call.  On a GPU all memory is
     XLA's; on the host the numpy backend computes.
 

@@ -3,7 +3,8 @@
 A modifier changes scores, hides keys, or joins or follows the softmax.  It is written once, here in Python and as a few
 lines of CUDA, and serves every backend in both directions.  Seven kinds exist:
 
-* ``score``: s -> f(s, q, k); CUDA `apply` and `apply_with_slope`, twin `apply` and `slope`;
+* ``score``: s -> f(s, q, k); CUDA `apply` and `apply_with_slope`, twin `apply` and `slope`; for second derivatives, where
+  there are any, CUDA `apply_with_curvature` in a struct of its own, twin `curvature`;
 * ``range``: query q sees an interval of keys; CUDA `narrow_keys` and `narrow_queries`, twin `narrow`.  Tiles outside the
   interval are never visited;
 * ``mask``: an arbitrary test of (q, k); CUDA `visible`, twin `visible`.  A mask that can tell at a glance that a tile has
@@ -102,10 +103,14 @@ class Modifier:
     fields: ClassVar[tuple[tuple[str, str], ...]] = ()
     #: names of array operands that have a gradient
     differentiable: ClassVar[tuple[str, ...]] = ()
+    #: those of them that may have a tangent: what follows everything that has a slope
+    movable: ClassVar[tuple[str, ...]] = ()
     #: array operands of which rows or columns are no positions
     tables: ClassVar[tuple[str, ...]] = ()
     #: CUDA struct named like the class
     cuda: ClassVar[str] = ""
+    #: CUDA struct `<class>Curved` with `apply_with_curvature`, where the second derivative by the score is not 0
+    curved: ClassVar[str] = ""
 
     @property
     def title(self) -> str:
@@ -134,6 +139,11 @@ class Modifier:
     def has_slope(cls) -> bool:
         """Whether the score that it makes changes by anything else than the score that enters it."""
         return "kHasSlope = true" in cls.cuda
+
+    @classmethod
+    def lacks_curvature(cls) -> bool:
+        """Whether it has a second derivative by the score that nobody has written down."""
+        return cls.has_slope() and not cls.curved
 
     def axes(self, operand: str, problem: Problem) -> Axes:
         """Axes that an array operand may have; each may also be of length 1."""
@@ -169,6 +179,10 @@ class Modifier:
 
     def slope(self, s: Array, tile: Tile) -> Array | None:
         """Derivative of `apply` at the incoming score; None means 1 everywhere."""
+        return None
+
+    def curvature(self, s: Array, tile: Tile) -> Array | None:
+        """Second derivative of `apply` at the incoming score; None means 0 everywhere."""
         return None
 
     def partial(self, operand: str, s: Array, tile: Tile) -> Array | None:

@@ -17,6 +17,7 @@ class Bias(Modifier):
     order: ClassVar[int] = 9
     fields: ClassVar[tuple[tuple[str, str], ...]] = (("View", "bias"),)
     differentiable: ClassVar[tuple[str, ...]] = ("bias",)
+    movable: ClassVar[tuple[str, ...]] = ("bias",)
     cuda: ClassVar[str] = """
 struct Bias {
   static constexpr bool kHasSlope = false;

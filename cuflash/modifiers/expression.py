@@ -95,6 +95,10 @@ class Operand:
     axes: int | None
 
 
+class UnknownDerivativeError(Exception):
+    """A derivative of a derivative of a function in CUDA."""
+
+
 class Graph:
     """Makes nodes, each once."""
 
@@ -178,10 +182,14 @@ class Graph:
             return self.mul(outer(x, a[0]), inner)
 
         def called(x: Node) -> Node:
-            local, _ = x.value
+            local, name = x.value
             function, total = self.functions[local], zero
             for u, (parameter, _) in zip(x.args, function.signature.parameters, strict=True):
                 if not is_constant(inner := d(u), 0):
+                    if name != function.name:
+                        raise UnknownDerivativeError(
+                            f"{function.title}: nobody has written down that of {name} by {parameter}"
+                        )
                     partial = self.node("call", "real", *x.args, value=(local, function.derivative(parameter)))
                     total = self.add(total, self.mul(partial, inner))
             return total

@@ -44,6 +44,7 @@ class Sinks(Modifier):
     order: ClassVar[int] = 40
     fields: ClassVar[tuple[tuple[str, str], ...]] = (("View", "sinks"),)
     differentiable: ClassVar[tuple[str, ...]] = ("sinks",)
+    movable: ClassVar[tuple[str, ...]] = ("sinks",)
     cuda: ClassVar[str] = """
 struct Sinks {
   // In powers of two; -inf, which is none, for rows that belong to no segment.

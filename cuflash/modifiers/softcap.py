@@ -35,6 +35,18 @@ struct Softcap {
 };
 """
 
+    curved: ClassVar[str] = """
+struct SoftcapCurved {
+  static __device__ __forceinline__ Real apply_with_curvature(const Params& p, const Place&, int, int, Real s, Real& slope,
+                                                              Real& curvature) {
+    const Real t = tanh_of(s * p.softcap_inverse);
+    slope = Real(1) - t * t;
+    curvature = Real(-2) * p.softcap_inverse * t * slope;
+    return p.softcap * t;
+  }
+};
+"""
+
     cap: float
 
     def values(self, problem: Problem) -> dict[str, float | int]:
@@ -45,3 +57,8 @@ struct Softcap {
 
     def slope(self, s: Array, tile: Tile) -> Array:
         return 1 - np.tanh(s / self.cap) ** 2
+
+    def curvature(self, s: Array, tile: Tile) -> Array:
+        t = np.tanh(s / self.cap)
+        curvature: Array = -2 / self.cap * t * (1 - t**2)
+        return curvature

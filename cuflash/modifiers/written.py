@@ -32,6 +32,7 @@ from cuflash.modifiers.expression import (
     FUNCTIONS,
     INT_MAX,
     INT_MIN,
+    MAX_NODES,
     NAMES,
     Node,
     Operand,
@@ -39,6 +40,7 @@ from cuflash.modifiers.expression import (
     Slots,
     Text,
     Type,
+    UnknownDerivativeError,
     evaluate,
     is_constant,
     number_type,
@@ -90,6 +92,8 @@ class Program:
     scalars: dict[str, str]  # fields of numbers, by the user's name
     partials: dict[str, Node]  # derivatives by elements of arrays, by field
     functions: tuple[tuple[str, CudaFunction], ...] = ()  # by the user's names
+    curvature: Node | None = None  # second derivative by the score; None is 0 everywhere
+    lacks_curvature: bool = False  # it is not known, or too long to be computed
 
     @property
     def needs_score(self) -> bool:
@@ -123,6 +127,10 @@ class Written(Modifier):
     @property
     def title(self) -> str:
         return self.called
+
+    @classmethod
+    def lacks_curvature(cls) -> bool:
+        return cls.program.lacks_curvature
 
     def __repr__(self) -> str:
         scalars = "".join(f", {name}={value!r}" for name, value in self.scalars)
@@ -365,6 +373,10 @@ class ScoreModifier(Written):
         slope = self.program.slope
         return None if slope is None else filled(self.computed([slope], tile, s.dtype, s)[0], s)
 
+    def curvature(self, s: Array, tile: Tile) -> Array | None:
+        curvature = self.program.curvature
+        return None if curvature is None else filled(self.computed([curvature], tile, s.dtype, s)[0], s)
+
     def partial(self, operand: str, s: Array, tile: Tile) -> Array | None:
         return filled(self.computed([self.program.partials[operand]], tile, s.dtype, s)[0], s)
 
@@ -544,6 +556,7 @@ def class_of(
                 "differentiable": tuple(program.partials),
                 "tables": tuple(a.field for a in program.accesses if a.slots.is_table),
                 "cuda": cuda_of(base.kind, name, text, program),
+                "curved": curved_of(name, text, program),
             }
             found = CLASSES[name] = type(name.capitalize(), (base,), members)
     return found
@@ -563,12 +576,21 @@ def programmed(
                 f"{name}_columns{i}" if slots.column_computed else "",
             )
             accesses.append(Access(f"{name}_at{i}_{x.value}", x, slots, *limits))
-    slope = None
+    slope = curvature = None
+    lacks_curvature = False
     if root.type == "real":
         score = graph.node("name", "real", value="s")
         slope = graph.derivative(root, score)
+        try:
+            curvature = graph.derivative(slope, score)
+        except UnknownDerivativeError:
+            lacks_curvature = True
         if is_constant(slope, 1):
             slope = None
+        if curvature is not None and is_constant(curvature, 0):
+            curvature = None
+        if curvature is not None and len(reached([root, curvature])) > MAX_NODES:
+            curvature, lacks_curvature = None, True
     partials: dict[str, Node] = {}
     for array in gradients:
         found = {a.field: graph.derivative(root, a.load) for a in accesses if a.array == array}
@@ -587,7 +609,8 @@ def programmed(
         partials |= found
     parser.check_size([root, *([slope] if slope else []), *partials.values()])
     scalars = {n: f"{name}_of_{n}" for n, x in operands.items() if x.axes is None}
-    return Program(root, slope, tuple(accesses), scalars, partials, tuple(parser.functions.items()))
+    functions = tuple(parser.functions.items())
+    return Program(root, slope, tuple(accesses), scalars, partials, functions, curvature, lacks_curvature)
 
 
 def fields_of(program: Program, operands: Mapping[str, Operand]) -> tuple[tuple[str, str], ...]:
@@ -639,6 +662,26 @@ struct {name.capitalize()} {{
 def namespace_of(name: str, local: str) -> str:
     """Where the text of a function stands, so that its names meet no others."""
     return f"{name}_{local}"
+
+
+def curved_of(name: str, expression: str, program: Program) -> str:
+    """The struct of its second derivative, where there is one that can be computed."""
+    if program.slope is None or program.curvature is None:
+        return ""
+    text = statements(program, name)
+    value = text.of(program.root)
+    for variable, root in (("slope", program.slope), ("curvature", program.curvature)):
+        text.lines.append(f"{variable} = {text.of(root)};")
+    body = "\n".join(f"    {line}" for line in (*text.lines, f"return {value};"))
+    return f"""
+#line 1 "{expression}"
+struct {name.capitalize()}Curved {{
+  {QUALIFIERS} Real apply_with_curvature({HERE}, Real s, Real& slope, Real& curvature) {{
+{body}
+  }}
+}};
+#line 1 "variant.cuh"
+"""
 
 
 def statements(program: Program, name: str) -> Text:

@@ -89,6 +89,35 @@ class ForwardColumnsMma:
 
 
 @dataclass(frozen=True)
+class JvpMma:
+    """Constants of jvp_mma.cu; head sizes are padded to a multiple of 16."""
+
+    kernel = "jvp_mma"
+
+    head_dim: int
+    head_dim_v: int
+    chunk: int  # value columns of a block
+    block_q: int
+    block_k: int
+    warps: int
+    blocks_per_sm: int
+    aligned: bool
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared_bytes(self, itemsize: int) -> int:
+        rows = tile_bytes(self.block_q + self.block_k, self.head_dim, itemsize)
+        inputs = 2 * (rows + tile_bytes(self.block_k, self.chunk, itemsize))
+        return max(inputs, tile_bytes(self.block_q, self.chunk, itemsize))
+
+    def blocks(self, problem: Problem) -> int:
+        chunks = tiles(problem.head_dim_v, self.chunk)
+        return query_tiles(problem, self.block_q) * chunks * problem.heads_q * problem.batch_size
+
+
+@dataclass(frozen=True)
 class BackwardMma:
     """Constants of backward_mma.cu; a warp owns block_k / warps keys, and a part of dQ's rows and columns."""
 
@@ -212,6 +241,20 @@ def forward_registers(problem: Problem, tile: tuning.ForwardTile, aligned: bool,
     return 152 if bounded or not aligned else 192 if problem.head_dim <= 128 else 160
 
 
+def jvp_registers(problem: Problem, shared_limit: int, aligned: bool) -> int:
+    """Registers that the accumulators and scores of the forward mode may take; see `forward_registers`."""
+    modifiers = looking(problem)
+    if is_crowded(problem) or (problem.modifier("dropout") and len(modifiers) > 1):
+        return 80
+    if shared_limit <= SM_75_SHARED or any(m.knows_tiles() or isinstance(m, Written) for m in modifiers):
+        return 112
+    if len(modifiers) >= 4:  # slopes, addresses and marks of masks at once
+        return 112
+    if len(modifiers) <= 1:
+        return 160
+    return 144 if aligned else 112
+
+
 def backward_registers(problem: Problem, tile: tuning.BackwardTile, shared_limit: int, aligned: bool) -> int:
     """Registers that the accumulators and scores of the backward may take; see `forward_registers`."""
     chunked = max(problem.head_dim, problem.head_dim_v) > 128
@@ -262,6 +305,30 @@ def forward(
         if fits(config, shared_limit):
             return config
     raise too_large("forward", problem, shared_limit)
+
+
+def jvp(problem: Problem, shared_limit: int, aligned: bool) -> JvpMma:
+    """The first tile of the table that fits: two accumulators and two tiles of scores must fit a warp's registers."""
+    head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
+    for limit in (MAX_CHUNK // 2, MAX_CHUNK // 4, MAX_CHUNK // 8):
+        chunk = chunk_of(head_dim_v, limit, STEP)
+        for tile in tuning.JVP_MMA:
+            needed = 2 * tile.block_q * (chunk + tile.block_k) // (32 * tile.warps)
+            if needed > jvp_registers(problem, shared_limit, aligned):
+                continue
+            config = JvpMma(
+                head_dim=head_dim,
+                head_dim_v=padded(head_dim_v, chunk),
+                chunk=chunk,
+                block_q=tile.block_q,
+                block_k=tile.block_k,
+                warps=tile.warps,
+                blocks_per_sm=tile.blocks_per_sm,
+                aligned=aligned and rows_are_copied(max(head_dim, chunk), tile.warps),
+            )
+            if fits(config, shared_limit):
+                return config
+    raise too_large("forward mode", problem, shared_limit)
 
 
 def columns(problem: Problem, shared_limit: int, aligned: bool) -> ForwardColumnsMma:
@@ -350,7 +417,7 @@ def rows_are_copied(width: int, warps: int) -> bool:
     return 32 * warps >= 1 << (width * ITEMSIZE // 16 - 1).bit_length()
 
 
-def fits(config: ForwardMma | ForwardColumnsMma | BackwardMma, shared_limit: int) -> bool:
+def fits(config: ForwardMma | ForwardColumnsMma | JvpMma | BackwardMma, shared_limit: int) -> bool:
     return config.shared_bytes(ITEMSIZE) <= shared_limit
 
 

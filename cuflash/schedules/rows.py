@@ -1,4 +1,4 @@
-"""Host side of backward_delta.cu, which every backward starts with."""
+"""Host side of backward_delta.cu, which every backward starts with, and of hvp_delta.cu, the same for second derivatives."""
 
 from __future__ import annotations
 
@@ -39,6 +39,29 @@ def delta(problem: Problem, itemsize: int, block_q: int, aligned: bool, statisti
     pieces = tiles(problem.head_dim_v * itemsize, 16)
     lanes = 1 << min(5, (pieces - 1).bit_length())
     return BackwardDelta(lanes=lanes, aligned=aligned, block_q=block_q, statistics_rows=statistics_rows)
+
+
+@dataclass(frozen=True)
+class HvpDelta:
+    """Constants of hvp_delta.cu: `lanes` threads share a row."""
+
+    kernel = "hvp_delta"
+    threads = 256
+
+    lanes: int
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """None."""
+        return 0
+
+    def blocks(self, problem: Problem) -> int:
+        """All rows."""
+        return tiles(problem.batch_size * problem.heads_q * problem.seq_q * self.lanes, self.threads)
+
+
+def hvp_delta(problem: Problem) -> HvpDelta:
+    """As many lanes per row as it has columns, up to a warp."""
+    return HvpDelta(1 << min(5, (problem.head_dim_v - 1).bit_length()))
 
 
 @dataclass(frozen=True)

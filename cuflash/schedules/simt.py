@@ -38,6 +38,7 @@ ADDRESSES = 36  # registers a thread needs besides its blocks of numbers: seen i
 MAX_SUMS = 128  # registers of sums that a loop leaves room for
 MODIFIER = 30  # and for each modifier that looks at single scores
 STATISTICS = 16  # and for numbers of each row beside m and l
+TANGENT = 12  # and where each array has another beside it
 
 
 def odd_pitch(length: int, itemsize: int) -> int:
@@ -137,6 +138,78 @@ class ForwardColumnsSimt:
 
     def blocks(self, problem: Problem) -> int:
         return tiles(problem.seq_k, self.block_k) * problem.heads_q * problem.batch_size
+
+
+@dataclass(frozen=True)
+class JvpSimt:
+    """Constants of jvp_simt.cu; a warp owns ``lane_rows * thread_rows`` queries."""
+
+    kernel = "jvp_simt"
+
+    head_dim: int  # padded to a multiple of 8
+    head_dim_v: int  # padded to a multiple of 2 columns for each column of lanes
+    block_k: int
+    warps: int
+    lane_rows: int
+    thread_rows: int
+    blocks_per_sm: int
+    aligned: bool
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a block."""
+        return self.warps * self.lane_rows * self.thread_rows
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared_bytes(self, itemsize: int) -> int:
+        elements = 2 * (self.block_q + self.block_k) * odd_pitch(self.head_dim, itemsize)
+        elements += 2 * self.block_k * self.head_dim_v
+        elements += 2 * self.block_q * scatter_pitch(self.block_k, 32 // self.lane_rows, itemsize)
+        return elements * itemsize
+
+    def blocks(self, problem: Problem) -> int:
+        return query_tiles(problem, self.block_q) * problem.heads_q * problem.batch_size
+
+
+@dataclass(frozen=True)
+class HvpSimt:
+    """Constants of hvp_simt.cu; a warp owns ``lane_rows * thread_rows`` queries, or keys."""
+
+    kernel = "hvp_simt"
+
+    head_dim: int  # padded to a multiple of 8 and of 2 columns for each column of lanes
+    head_dim_v: int
+    owns_keys: bool  # walks over queries
+    walked: int  # positions of a step
+    warps: int
+    lane_rows: int
+    thread_rows: int
+    blocks_per_sm: int
+    aligned: bool
+
+    @property
+    def owned(self) -> int:
+        """Queries, or keys, of a block."""
+        return self.warps * self.lane_rows * self.thread_rows
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared_bytes(self, itemsize: int) -> int:
+        pitches = odd_pitch(self.head_dim, itemsize) + odd_pitch(self.head_dim_v, itemsize)
+        elements = 2 * (self.owned + self.walked) * pitches
+        elements += 2 * self.owned * scatter_pitch(self.walked, 32 // self.lane_rows, itemsize)
+        elements += 4 * (self.walked if self.owns_keys else self.owned)  # numbers of each query
+        return elements * itemsize
+
+    def blocks(self, problem: Problem) -> int:
+        if self.owns_keys:
+            return key_tiles(problem, self.owned) * problem.heads_k * problem.batch_size
+        return query_tiles(problem, self.owned) * problem.heads_q * problem.batch_size
 
 
 @dataclass(frozen=True)
@@ -384,6 +457,145 @@ def best_forward(
         return best_forward(head_dim, head_dim_v, itemsize, max_q, 3 * modifiers // 4, shared_limit, aligned)
     if best is None:
         raise too_large("forward", head_dim, head_dim_v, itemsize, shared_limit, least)
+    return best[1]
+
+
+def jvp(problem: Problem, shared_limit: int, aligned: bool) -> JvpSimt:
+    """The tile of forward mode; as `forward`, with the tangents among the arrays that must admit vectors."""
+    return best_jvp(
+        problem.head_dim,
+        problem.head_dim_v,
+        8 if problem.dtype == "float64" else 4,
+        longest(problem.longest_q),
+        any(m.has_slope() for m in problem.modifiers),
+        modifier_registers(problem) * 5 // 4,  # which look at a score and at its tangent
+        shared_limit,
+        aligned,
+    )
+
+
+@cache
+def best_jvp(
+    head_dim: int,
+    head_dim_v: int,
+    itemsize: int,
+    max_q: int,
+    has_slopes: bool,
+    modifiers: int,
+    shared_limit: int,
+    aligned: bool,
+    spare: int = TANGENT,
+) -> JvpSimt:
+    """The fastest by estimate of the tiles that fit: of the forward with two accumulators and three times the products."""
+    best: tuple[float, JvpSimt] | None = None
+    least = None
+    for lane_rows, rows, keys, warps in product((8, 4, 2), (8, 4, 2, 1), (8, 6, 4, 3, 2, 1), (8, 4, 2, 1)):
+        lane_columns = 32 // lane_rows
+        width, block_k = padded(head_dim_v, 2 * lane_columns), keys * lane_columns
+        scores, out = ThreadTile(rows, keys, itemsize), ThreadTile(rows, width // lane_columns, itemsize)
+        if block_k % scores.vector:
+            continue
+        config = JvpSimt(padded(head_dim, 8), width, block_k, warps, lane_rows, rows, 1, aligned)
+        shared_bytes = config.shared_bytes(itemsize)
+        least = min(least or shared_bytes, shared_bytes)
+        (score_time, score_operands), (out_time, out_operands) = scores.along_rows(), out.along_left()
+        alone = 2 * out.registers if 4 * out.registers <= 160 else 0  # a block's sums before they join the others
+        registers = 2 * out.registers + ADDRESSES + (spare * (1 if aligned else 2) + 3 * rows) * itemsize // 4
+        registers += max(
+            2 * (scores.registers + score_operands),
+            (3 if has_slopes else 2) * scores.registers + 2 * rows + modifiers,
+            alone + 2 * out_operands,
+        )
+        if shared_bytes > shared_limit or registers > REGISTERS:
+            continue
+        if config.block_q > max_q and (warps, rows) != (1, 1):
+            continue
+        blocks = resident(warps, shared_bytes, shared_limit)
+        copies = 2 * block_k * (config.head_dim + width) / (scores.vector if aligned else 1) / (32 * warps)
+        arrival, softmax = LATENCY / (warps * blocks), rows * (6 * keys + 15) * itemsize / 4
+        time = (
+            max(3 * config.head_dim * score_time, arrival) + max(3 * block_k * out_time + softmax, arrival) + 3 * copies
+        )
+        time *= idle(warps, blocks) / (rows * lane_rows * block_k)
+        if best is None or time < best[0]:
+            best = time, replace(config, blocks_per_sm=blocks)
+    if best is None and (spare or modifiers):  # rather a few spills than nothing
+        args = (head_dim, head_dim_v, itemsize, max_q, has_slopes)
+        return best_jvp(*args, modifiers if spare else 3 * modifiers // 4, shared_limit, aligned, 0)
+    if best is None:
+        raise too_large("forward mode", head_dim, head_dim_v, itemsize, shared_limit, least)
+    return best[1]
+
+
+def hvp(problem: Problem, shared_limit: int, aligned: bool, owns_keys: bool) -> HvpSimt:
+    """The tile of the kernel that owns keys, or of the one that owns queries; as `jvp`, with dout among the arrays."""
+    derivatives = any(m.has_slope() for m in problem.modifiers) + any(bool(m.curved) for m in problem.modifiers)
+    return best_hvp(
+        problem.head_dim,
+        problem.head_dim_v,
+        8 if problem.dtype == "float64" else 4,
+        owns_keys,
+        longest(problem.longest_k if owns_keys else problem.longest_q),
+        derivatives,
+        modifier_registers(problem) * 5 // 4,
+        shared_limit,
+        aligned,
+    )
+
+
+@cache
+def best_hvp(
+    head_dim: int,
+    head_dim_v: int,
+    itemsize: int,
+    owns_keys: bool,
+    max_owned: int,
+    derivatives: int,
+    modifiers: int,
+    shared_limit: int,
+    aligned: bool,
+    spare: int = 2 * TANGENT,
+) -> HvpSimt:
+    """The fastest by estimate of the tiles that fit; `derivatives` are numbers beside each score."""
+    best: tuple[float, HvpSimt] | None = None
+    least = None
+    for lane_rows, rows, columns, warps in product((8, 4, 2), (8, 4, 2, 1), (8, 6, 4, 3, 2, 1), (8, 4, 2, 1)):
+        lane_columns = 32 // lane_rows
+        unit, walked = max(8, 2 * lane_columns), columns * lane_columns
+        width, width_v = padded(head_dim, unit), padded(head_dim_v, unit)
+        scores = ThreadTile(rows, columns, itemsize)
+        if walked % scores.vector:
+            continue
+        sums = [ThreadTile(rows, n // lane_columns, itemsize) for n in ((width, width_v) if owns_keys else (width,))]
+        config = HvpSimt(width, width_v, owns_keys, walked, warps, lane_rows, rows, 1, aligned)
+        shared_bytes = config.shared_bytes(itemsize)
+        least = min(least or shared_bytes, shared_bytes)
+        score_time, score_operands = scores.along_rows()
+        registers = sum(tile.registers for tile in sums) + ADDRESSES + (spare * (1 if aligned else 2)) * itemsize // 4
+        registers += max(
+            (4 + derivatives) * scores.registers + 2 * score_operands,
+            (4 + derivatives) * scores.registers + 2 * rows + modifiers,
+            *(
+                4 * scores.registers + 2 * tile.along_left()[1] + (tile.registers if 4 * tile.registers <= 160 else 0)
+                for tile in sums
+            ),
+        )
+        if shared_bytes > shared_limit or registers > REGISTERS:
+            continue
+        if config.owned > max_owned and (warps, rows) != (1, 1):
+            continue
+        blocks = resident(warps, shared_bytes, shared_limit)
+        copies = 2 * walked * (width + width_v) / (scores.vector if aligned else 1) / (32 * warps)
+        time = 3 * (width + width_v) * score_time + sum(2 * walked * tile.along_left()[0] for tile in sums)
+        time += rows * (12 * columns + 15) * itemsize / 4 + 3 * copies + LATENCY / (warps * blocks)
+        time *= idle(warps, blocks) / (rows * lane_rows * walked)
+        if best is None or time < best[0]:
+            best = time, replace(config, blocks_per_sm=blocks)
+    if best is None and (spare or modifiers):  # rather a few spills than nothing
+        args = (head_dim, head_dim_v, itemsize, owns_keys, max_owned, derivatives)
+        return best_hvp(*args, modifiers if spare else 3 * modifiers // 4, shared_limit, aligned, 0)
+    if best is None:
+        raise too_large("Hessian-vector product", head_dim, head_dim_v, itemsize, shared_limit, least)
     return best[1]
 
 

@@ -146,7 +146,7 @@ def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run, call: Call |
         shared_bytes = step.config.shared_bytes(ITEMSIZE[variant.dtype])
         record = bytes(plan.arguments(pointers, built.encode))[: step.argument_bytes]
         # Blocks of these kernels wait for no other and add to nothing: it is the order they run in that could show.
-        alone = variant.kernel.startswith(("backward_delta", "backward_convert"))
+        alone = variant.kernel.startswith(("backward_delta", "backward_convert", "hvp_delta"))
         residents = 1 if alone else min(run.residents, step.blocks)
         built.launch((step.blocks,), step.config.threads, record, shared_bytes, run.seed, residents=residents)
 
@@ -217,6 +217,61 @@ def run_forward(
     if counter.any():
         raise EmulatorError(f"the tile counter was left at {counter}; the next launch would begin there")
     return out.copy(), None if lse is None else lse.copy(), {name: x.copy() for name, x in asked.items()}
+
+
+def jvp(
+    call: Call, tangents: Mapping[str, np.ndarray], device: Device | int, seed: int = 0, **options: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Output, its tangent, log-sum-exp and its tangent of one call, for tangents by name; the rest is as in `forward`."""
+    run, memory = Run(seed=seed, **options), Memory()
+    problem, device = call.problem, described_device(device) if isinstance(device, int) else device
+    call = guarded_call(call, memory)
+    tangents = {name: memory.input(movable(x), f"{name}_tangent") for name, x in tangents.items()}
+    results = {
+        name: memory.output(problem.out_shape, call.q.dtype, name, problem.layout, run.place)
+        for name in ("out", "out_tangent")
+    }
+    results |= {name: memory.output(problem.lse_shape, problem.accumulator, name) for name in ("lse", "lse_tangent")}
+    arrays = planning.jvp_arrays(call, tangents, **results)
+    plan = planning.plan_jvp.__wrapped__(problem, device, planning.places_of(problem, arrays), run.requested)
+    execute(plan, arrays, run, call)
+    memory.check()
+    return tuple(x.copy() for x in results.values())  # type: ignore[return-value]
+
+
+def hvp(
+    call: Call,
+    dout: Any,
+    dlse: Any,
+    tangents: Mapping[str, np.ndarray],
+    device: Device | int,
+    seed: int = 0,
+    results: tuple[Any, Any, Any, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Tangents of the gradients of one call; `results` are those of `jvp`, which is run where they are not given."""
+    run, memory = Run(seed=seed, **options), Memory()
+    problem, device = call.problem, described_device(device) if isinstance(device, int) else device
+    of_inputs = {name: x for name, x in tangents.items() if name not in ("dout", "dlse")}
+    results = results or jvp(call, of_inputs, device, seed)
+    call = guarded_call(call, memory)
+    given = dict(zip(("out", "out_tangent", "lse", "lse_tangent"), results, strict=True)) | {"dout": dout}
+    given |= {} if dlse is None else {"dlse": dlse}
+    given = {name: memory.input(movable(x), name) for name, x in given.items()}
+    tangents = {name: memory.input(movable(x), f"{name}_tangent") for name, x in tangents.items()}
+    terms = gradient_terms(problem, call.operands)
+    products = {
+        f"d{name}": memory.output(x.shape, x.dtype, f"d{name}", problem.layout, run.place)
+        for name, x in (("q", call.q), ("k", call.k), ("v", call.v))
+    }
+    sums = {f"d{name}": memory.sums(shape, problem.accumulator, f"d{name}") for name, shape in terms.items()}
+    arrays = planning.hvp_arrays(call, tangents, **given, **products, **sums)
+    plan = planning.plan_hvp.__wrapped__(problem, device, planning.places_of(problem, arrays), run.requested)
+    workspace = {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}
+    execute(plan, {**arrays, **workspace}, run, call)
+    memory.check()
+    operands = [sum_to(sums[f"d{n}"], call.operands[n].shape).astype(call.operands[n].dtype) for n in terms]
+    return gradients_type(tuple(terms))(*(x.copy() for x in products.values()), *operands)
 
 
 def backward(

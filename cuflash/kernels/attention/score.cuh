@@ -58,8 +58,21 @@ template <int kSize> struct EnteringScores<kSize, false> {
   __device__ __forceinline__ Real score(int) const { return Real(0); }
   __device__ __forceinline__ void keep(int, Real) {}
 };
+// Second derivatives, where those of the backward are wanted.
+template <int kSize, bool kKept> struct Curvatures {
+  Real bend[kSize];
+  __device__ __forceinline__ Real curvature(int i) const { return bend[i]; }
+};
+template <int kSize> struct Curvatures<kSize, false> {
+  __device__ __forceinline__ Real curvature(int) const { return Real(0); }
+};
 template <class Fragment>
-struct ScoreSlopes : Slopes<Fragment::kSize, Score::kHasSlope>, EnteringScores<Fragment::kSize, Score::kKeepsScores> {};
+struct ScoreSlopes : Slopes<Fragment::kSize, Score::kHasSlope>,
+                     EnteringScores<Fragment::kSize, Score::kKeepsScores>,
+                     Curvatures<Fragment::kSize, Score::kHasCurvature> {};
+
+// `Score`, looked into only where it has second derivatives.
+template <class> struct WithCurvature : Score {};
 
 // In place: products -> scores.  `open` tiles need no tests (attention/mask.cuh, tile_is_open), except those of masks that
 // have to be asked about each element.
@@ -72,6 +85,7 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
                                           const Params& p, const Place& place, Corner corner, bool open, Real scale) {
   typedef Positions<Fragment> At;
   constexpr bool kSloped = kWithSlope && Score::kHasSlope, kKept = kWithSlope && Score::kKeepsScores;
+  constexpr bool kCurved = kWithSlope && Score::kHasCurvature;
   const int last_q = place.seq_q(p) - 1, last_k = place.seq_k(p) - 1;
   const auto existing = [&](int i) -> Corner {
     if (i % 2 == 0) {
@@ -83,6 +97,7 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
   const auto hide = [&](int i) {
     s[i] = -infinity<Real>();
     if constexpr (kSloped) slopes.slot(i) = Real(1);
+    if constexpr (kCurved) slopes.bend[i] = Real(0);
     if constexpr (kKept) slopes.keep(i, Real(0));
   };
   const auto for_each_masked = [&](auto found) {
@@ -105,7 +120,12 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
       const Corner at = existing(i);
       const Real entering = s[i] * scale;
       if constexpr (kKept) slopes.keep(i, entering);
-      if constexpr (kSloped) {
+      if constexpr (kCurved) {
+        slopes.slot(i) = Real(1);
+        slopes.bend[i] = Real(0);
+        s[i] = WithCurvature<Fragment>::apply_with_curvature(p, place, at.q, at.k, entering, slopes.slot(i),
+                                                             slopes.bend[i]);
+      } else if constexpr (kSloped) {
         slopes.slot(i) = Real(1);
         s[i] = Score::apply_with_slope(p, place, at.q, at.k, entering, slopes.slot(i));
       } else {

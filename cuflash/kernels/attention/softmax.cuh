@@ -34,7 +34,7 @@ template <class P> __device__ __forceinline__ Joined joined(Real m, Real l, Real
 template <int kSlots, bool kKept> struct KeptSink { Real base[kSlots], weight[kSlots]; };
 template <int kSlots> struct KeptSink<kSlots, false> {};
 
-template <class Fragment, bool kMaximum = false, bool kEntropy = false>
+template <class Fragment, bool kMaximum = false, bool kEntropy = false, bool kLags = true>
 struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
                        KeptMoment<Fragment::kSlots, kEntropy>,
                        KeptSink<Fragment::kSlots, kHasSinks> {
@@ -42,7 +42,8 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
   Real l[Fragment::kSlots];  // of this thread's columns only, until `finish`
   // Powers of two by which m may lag behind the largest score, and by which probabilities are lifted: 8-bit elements have so
   // few below 1 that they take as many as they have above, up to 448.
-  static constexpr Real kSlack = Real(sizeof(Element) == 1 ? 3.8 : 6), kLift = Real(sizeof(Element) == 1 ? 5 : 0);
+  static constexpr Real kSlack = Real(!kLags ? 0 : sizeof(Element) == 1 ? 3.8 : 6);
+  static constexpr Real kLift = Real(sizeof(Element) == 1 ? 5 : 0);
   static constexpr int kReach = 100;
   // (s - m) · scale is right for any scores; s · scale - m · scale takes one instruction less, which 16-bit kernels feel,
   // and is as good until the rounding of m · scale, the same for a whole row, is more than the division by l takes back.
