@@ -116,7 +116,8 @@ FORWARD_MMA = (
 FORWARD_SPLIT = (
     # 92 and 85 (128 x 64 of 8 warps: 90 and 78, 128 x 128: 96 and 78)
     ForwardSplitTile(128, 32, 4, 2, 2, max_chunk=64, score_part=32),
-    # without modifiers 103 (128 x 32: 91, causal 84, 192 x 32 of 12 warps: 84 and 79, 64 x 32 of 4 warps: 98 and 83; causal spills here)
+    # without modifiers 103 (128 x 32: 91, causal 84, 192 x 32 of 12 warps: 84 and 79, 64 x 32 of 4 warps: 98 and 83); causal
+    # spills here
     ForwardSplitTile(128, 64, 8, 2, 1, max_chunk=128, score_part=64),
     ForwardSplitTile(128, 64, 8, 2, 1, max_chunk=64, score_part=64),
     ForwardSplitTile(128, 32, 8, 2, 1, max_chunk=128, score_part=32),

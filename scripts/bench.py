@@ -4,6 +4,7 @@
     python scripts/bench.py --suite foundation --cpu --out scripts/results/cpu-foundation.json
     python scripts/bench.py --suite hopper --peers all --out scripts/results/h200-hopper.json
     python scripts/bench.py --suite accuracy --peers torch --out scripts/results/h200-accuracy.json
+    python scripts/bench.py --suite precision --peers torch --out scripts/results/h200-precision.json
     python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
     python scripts/bench.py --suite turns --out scripts/results/h200-turns.json
     python scripts/bench.py --suite bias --out scripts/results/h200-bias.json
@@ -32,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -349,10 +351,10 @@ def measure_speed(
                 )
 
 
-def own_calls(data: Data, causal: bool, backend: str | None) -> tuple[Call, Call]:
+def own_calls(data: Data, causal: bool, backend: str | None, precision: str | None = None) -> tuple[Call, Call]:
     """Forward, with lse, and backward by one backend; each has run once."""
     q, k, v, dout = data.arrays
-    options: dict[str, Any] = {"causal": causal, "backend": backend}
+    options: dict[str, Any] = {"causal": causal, "backend": backend, "precision": precision}
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
     return (
         lambda: cuflash.attention(q, k, v, return_lse=True, **options),
@@ -583,11 +585,72 @@ def compile_fa4() -> None:
 
 def wide_types(session: Session) -> None:
     """Float32 and float64, with the error against float64."""
-    shape = Shape(1, 16, 16, 4096, 4096, 128, 128)
     for dtype, peers in (("float32", {"torch-efficient": "EFFICIENT_ATTENTION"}), ("float64", {"torch-math": "MATH"})):
-        for causal in (False,) if session.quick else (False, True):
+        for head_dim, causal in product((128,) if session.quick else (128, 64), (False, True)):
+            shape = Shape(1, 16, 16, 4096, 4096, head_dim, head_dim)
             with session.part("precision", "cuflash", dtype=dtype, **asdict(shape), causal=causal):
                 measure_speed(session, "precision", shape, dtype, causal, peers, exact=dtype == "float32")
+
+
+def named_precisions(session: Session) -> None:
+    """Float32 by each backend, and with precision="tf32", in one rotation, with errors against float64."""
+    for head_dim, causal in product((64, 128), (False, True)):
+        shape = Shape(1, 16, 16, 4096, 4096, head_dim, head_dim)
+        common: Row = {"dtype": "float32", **asdict(shape), "causal": causal}
+        with session.part("float32", "cuflash", **common):
+            data = Data.make(shape, "float32", session.peers)
+            exact = exact_results(data, causal) if session.peers else None
+            kinds: dict[str, Row] = {
+                "simt": {"backend": "simt"},
+                "mma": {"backend": "mma"},
+                "tf32": {"backend": "mma", "precision": "tf32"},
+            }
+            made = {name: own_calls(data, causal, **options) for name, options in kinds.items()}
+            calls = {
+                direction: {name: pair[number] for name, pair in made.items()}
+                for number, direction in enumerate(("forward", "backward"))
+            }
+            for direction, systems in calls.items():
+                for name, ms in rotate(systems, session.rounds).items():
+                    found = systems[name]()[:1] if direction == "forward" else tuple(systems[name]())
+                    error = largest_difference(found, exact[direction]) if exact else None
+                    row = {"direction": direction, **common, **kinds[name], "ms": ms, "error": error}
+                    session.add("float32", "cuflash", **row, tflops=shape.operations(direction, causal) / ms / 1e9)
+
+
+def narrow_types(session: Session) -> None:
+    """The forward of 8-bit inputs beside that of the same numbers in bfloat16, with errors of some rows against float64."""
+    import cupy
+    import ml_dtypes
+
+    for head_dim, seq, causal in product((64, 128, 256), (4096, 16384), (False, True)):
+        heads = 2048 // head_dim
+        shape = Shape(16384 // seq, heads, heads, seq, seq, head_dim, head_dim)
+        common: Row = {**asdict(shape), "causal": causal}
+        with session.part("narrow", "cuflash", **common):
+            rng = np.random.default_rng(0)
+            e4m3 = np.dtype(ml_dtypes.float8_e4m3fn)
+            host = [rng.standard_normal((1, heads, seq, head_dim), np.float32).astype(e4m3) for _ in range(3)]
+            wide = [np.broadcast_to(x, (shape.batch, *x.shape[1:])) for x in host]
+            inputs = {
+                "float8_e4m3fn": [cupy.asarray(np.ascontiguousarray(x).view(np.uint8)).view(e4m3) for x in wide],
+                "bfloat16": [cupy.asarray(np.ascontiguousarray(x.astype(ml_dtypes.bfloat16))) for x in wide],
+            }
+            rows = np.r_[seq - 256 : seq]
+            q, k, v = (cupy.asarray(x[0, 0].astype(np.float64)) for x in host)
+            s = q[rows] @ k.T * head_dim**-0.5
+            if causal:
+                s = cupy.where(cupy.arange(seq)[rows][:, None] < cupy.arange(seq)[None], -cupy.inf, s)
+            weights = cupy.exp(s - s.max(axis=-1, keepdims=True))
+            exact = (weights / weights.sum(axis=-1, keepdims=True) @ v).get()
+            options: dict[str, Any] = {"causal": causal, "return_lse": True, "backend": "wgmma"}
+            calls = {name: partial(cuflash.attention, *arrays, **options) for name, arrays in inputs.items()}
+            for name, ms in rotate(calls, session.rounds).items():
+                out = cupy.ascontiguousarray(calls[name]()[0][0, 0, rows].view(cupy.uint16)).get()
+                found = out.view(ml_dtypes.bfloat16).astype(np.float64)
+                error = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+                row = {"direction": "forward", "dtype": name, **common, "backend": "wgmma", "ms": ms, "error": error}
+                session.add("narrow", "cuflash", **row, tflops=shape.operations("forward", causal) / ms / 1e9)
 
 
 def memory(session: Session) -> None:
@@ -929,6 +992,7 @@ SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[S
     "foundation": ((tensor_cores, wide_types, memory, host_time, first_call), (processor,)),
     "hopper": ((hopper, halves), ()),
     "accuracy": ((accuracy,), ()),
+    "precision": ((wide_types, named_precisions, narrow_types), ()),
     "sparse": ((sparse,), (sparse_processor,)),
     "turns": ((turns,), ()),
     "bias": ((bias,), ()),
