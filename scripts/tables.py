@@ -232,7 +232,7 @@ def hopper(rows: list[Row]) -> str:
 def precision(rows: list[Row]) -> str:
     """Speed and error of the wide dtypes: each has a peer of its own."""
     lines = []
-    for by_system in grouped(rows, ("dtype", "causal", "direction")).values():
+    for by_system in grouped(rows, ("dtype", "head_dim", "causal", "direction")).values():
         own = by_system.pop("cuflash", None)
         peer = next(iter(by_system.values()), None)
         row = own or peer
@@ -242,9 +242,11 @@ def precision(rows: list[Row]) -> str:
         errors = [f"{r['error']:.1e}" if r and r.get("error") is not None else "-" for r in (own, peer)]
         share = text.ratio(peer and peer["ms"], own and own["ms"])
         mask = "causal" if row["causal"] else "full"
-        lines.append((row["dtype"], mask, row["direction"], name(peer) if peer else "-", *cells, share, *errors))
+        case = row["dtype"], str(row["head_dim"]), mask, row["direction"]
+        lines.append((*case, name(peer) if peer else "-", *cells, share, *errors))
     header = (
         "dtype",
+        "head size",
         "mask",
         "direction",
         "other system",
@@ -254,6 +256,36 @@ def precision(rows: list[Row]) -> str:
         "cuflash error",
         "other",
     )
+    return markdown(header, lines, left=5)
+
+
+def float32(rows: list[Row]) -> str:
+    """float32 by plain multiply-adds, by tensor cores, and with precision="tf32"."""
+    return side_by_side(rows, {"`simt`": ("simt", None), "`mma`": ("mma", None), '`"tf32"`': ("mma", "tf32")})
+
+
+def narrow(rows: list[Row]) -> str:
+    """8-bit inputs beside the same numbers in bfloat16."""
+    titled = [{**row, "backend": row["dtype"]} for row in rows]
+    return side_by_side(titled, {"8 bits": ("float8_e4m3fn", None), "bfloat16": ("bfloat16", None)})
+
+
+def side_by_side(rows: list[Row], kinds: dict[str, tuple[str, str | None]]) -> str:
+    """TFLOP/s and errors of calls that differ in backend and precision, a column each."""
+    lines = []
+    cases = dict.fromkeys((r["head_dim"], r["seq_q"], r["causal"], r["direction"]) for r in rows)
+    for head_dim, seq, causal, direction in cases:
+        same = [
+            r
+            for r in rows
+            if (r["head_dim"], r["seq_q"], r["causal"], r["direction"]) == (head_dim, seq, causal, direction)
+        ]
+        found = {(r["backend"], r.get("precision")): r for r in same}
+        chosen = [found.get(kind) for kind in kinds.values()]
+        cells = [f"{r['tflops']:.1f}" if r else "-" for r in chosen]
+        errors = [f"{r['error']:.1e}" if r and r.get("error") is not None else "-" for r in chosen]
+        lines.append((str(head_dim), str(seq), "causal" if causal else "full", direction, *cells, *errors))
+    header = ("head size", "seq", "mask", "direction", *(f"{x} TFLOP/s" for x in kinds), *(f"{x} error" for x in kinds))
     return markdown(header, lines, left=4)
 
 
@@ -418,6 +450,8 @@ TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "speed": speed,
     "hopper": hopper,
     "precision": precision,
+    "float32": float32,
+    "narrow": narrow,
     "memory": memory,
     "host": host,
     "first call": first_call,
