@@ -28,7 +28,15 @@ Every public call and object of cuflash {version}. How they are used together st
 """
 #: headings, and names of the package under each
 CHAPTERS = {
-    "Attention": ("attention", "attention_backward", "attention_vjp", "explain", "Explanation"),
+    "Attention": (
+        "attention",
+        "attention_backward",
+        "attention_vjp",
+        "attention_jvp",
+        "attention_hvp",
+        "explain",
+        "Explanation",
+    ),
     "Packed sequences": ("attention_varlen", "attention_varlen_backward", "attention_varlen_vjp"),
     "Decoding": ("attention_decode",),
     "Results over parts of the keys": ("merge", "merge_backward", "merge_vjp"),
