@@ -147,7 +147,7 @@ struct SplitWork {
     return work;
   }
 };
-template <int kArrays, class P> __device__ const __forceinline__ View& view_of(const P& p, int array) {
+template <int kArrays, class P> const __device__ __forceinline__ View& view_of(const P& p, int array) {
   if constexpr (kArrays > kSplitDout)
     if (array == kSplitDout) return p.dout;
   return array == kSplitQ ? p.q : array == kSplitK ? p.k : p.v;
