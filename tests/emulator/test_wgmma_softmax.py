@@ -100,7 +100,11 @@ def test_a_guess_that_holds_changes_no_bit(force, tile, scores):
     """And far scores, with whose rounding a guess would not hold, are never guessed at."""
     rng, results = np.random.default_rng(0), []
     q, k, v = (rng.standard_normal((1, 2, n, 64)).astype(DTYPES["bfloat16"]) for n in (tile.block_q + 1, 300, 300))
-    call = describe(q, k, v) if scores == "small" else plain_call(tile, (64, 64), "bfloat16", ("far and still",))[0]
+    call = (
+        describe(q, k, v, scale=1 / 16)
+        if scores == "small"
+        else plain_call(tile, (64, 64), "bfloat16", ("far and still",))[0]
+    )
     for optimistic in (True, False):
         force(tile._replace(optimistic=optimistic))
         results.append(kernels.forward(call, DEVICE, 1, requested="wgmma"))
@@ -135,7 +139,7 @@ def sown(description: str, patterns: str | tuple[str, ...], *replacements: tuple
 
 MUTANTS = [
     # ---- held
-    sown("a block passes whatever it grew", "by 27", ("sums_pass(exp2_of(Real(kSlack)))", "false")),
+    sown("a block passes whatever it grew", "by 27", ("sums_pass(exp2_of(kSlack + kLift))", "false")),
     sown("a lane decides for itself", "one row by 20", ("return Fragment::any(passed);", "return passed;")),
     # ---- repaired
     sown("probabilities keep their old base", "by 12", ("rescale<Fragment>(s, alpha);", "")),
@@ -147,10 +151,10 @@ MUTANTS = [
     sown("the scores are added to what is left", "by 140", ("clear(s);", "")),
     sown("the sum of a lost guess stays", "by 110", ("*this = before;", "")),
     sown("a lost guess ends the step", "by 140", ("return !beyond;", "return true;")),
-    sown("another warp's rows are multiplied", "one warp by 300", ("shared.q[q_at.slot], warp_row(),", "shared.q[q_at.slot], 0,")),
+    sown("another warp's rows are multiplied", "one warp by 300", ("s, queries, warp_row(), keys,", "s, queries, 0, keys,")),
     # ---- handing back
     sown("keys are handed back before the vote", ("by 140", "one warp by 300"),
-         ("softmax.guess(s, alpha, moved, p, release_keys,", "(release_keys(), softmax).guess(s, alpha, moved, p, [] {},")),
+         ("softmax.guess(s, alpha, moved, units, release_keys,", "(release_keys(), softmax).guess(s, alpha, moved, units, [] {},")),
     sown("keys are handed back by one warp for all", ("by 140", "one warp by 300"),
          ("if (hands_back) k_at", "if (elected) k_at"), ("shared.keys.init(kReaders)", "shared.keys.init(kGroups)")),
     sown("queries are handed back by one warp for all", ("one warp by 300", "by 140") * 3,
