@@ -26,6 +26,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -111,6 +112,14 @@ class Session:
             release_memory()
 
 
+class Stopped(BaseException):
+    """Somebody ends the run: what is measured so far is kept."""
+
+
+def stop(*_: Any) -> None:
+    raise Stopped
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--suite", choices=SUITES, default="foundation")
@@ -130,11 +139,13 @@ def main() -> int:
         sys.exit(f"no GPU to measure ({machine.no_gpu}); --cpu measures the NumPy backend")
     print(machine.headline, machine.versions, flush=True)
     on_gpu, on_host = SUITES[arguments.suite]
-    for part in on_host if arguments.cpu else (*on_gpu, *on_host):
-        if time.perf_counter() - started > LIMIT_S:
-            session.add(part.__name__, "cuflash", failure=f"left out: {LIMIT_S} s are over")
-        else:
-            part(session)
+    signal.signal(signal.SIGTERM, stop)
+    with contextlib.suppress(Stopped):
+        for part in on_host if arguments.cpu else (*on_gpu, *on_host):
+            if time.perf_counter() - started > LIMIT_S:
+                session.add(part.__name__, "cuflash", failure=f"left out: {LIMIT_S} s are over")
+            else:
+                part(session)
 
     result = stamp(machine, session.rows)
     if session.peers:
