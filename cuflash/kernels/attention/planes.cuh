@@ -12,7 +12,7 @@
 // are not written.  `magnitudes` holds the exponents of these arrays' heads, the decisions, and what they were made from.
 #pragma once
 #include "attention/mask.cuh"
-#include "hw/split.cuh"
+#include "hw/element.cuh"
 
 constexpr int kLargestExponent = 14;  // of a head's largest number in its high plane
 constexpr int kRowSpan = 12;          // a row's largest number is at least 2^-kRowSpan of its head's
