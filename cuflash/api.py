@@ -880,9 +880,9 @@ def explain(
 
     Parameters
     ----------
-    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout, q_scale, k_scale, v_scale, out_dtype
+    q, k, v, scale, causal, window, mask, bias, softcap, modifiers, layout
         As for `attention`; nothing is computed.
-    precision, backend
+    q_scale, k_scale, v_scale, out_dtype, precision, backend
         As for `attention`; nothing is computed.
 
     Returns

@@ -116,20 +116,19 @@ def plan_forward(
     out_dtype = "" if problem.out_dtype == problem.dtype else problem.out_dtype
     variant = Variant(config.kernel, problem.dtype, names, config, out_dtype)
     steps = [Step(variant, grid(config, problem, device))]
-    split_bytes = {}
+    passes_bytes: Mapping[str, int] = {}
     if isinstance(config, split.ForwardSplit):
         before = split.splitting(problem, config.planes, aligned)
         rest = split.rest(problem, device.shared_limit, aligned, config)
         steps = [*steps_of(problem, split.names(names), *before), *steps, *steps_of(problem, names, rest)]
-        split_bytes = split.workspace(problem, config.planes)
+        passes_bytes = split.workspace(problem, config.planes)
     of_values: dict[str, int] = {}
-    value_bytes = 0
     if problem.scales:  # the second product wants the values in another order
         count = config.step_count(problem)
         of_heads = problem.batch_size * problem.heads_k * count
-        first = backend.schedule.values(problem)
+        first = schedule.values(problem)
         steps.insert(0, Step(Variant(first.kernel, problem.dtype, (Scales.name,), first), first.blocks_of(of_heads)))
-        value_bytes = first.bytes_of(of_heads)
+        passes_bytes = {"value_steps": first.bytes_of(of_heads)}
         of_values = {"step_count": count, "value_words": int(at["v"].aligned(4, axes))}
     if "column_sums" in at:  # a pass over the scores that follows, because it needs lse
         columns = schedule.columns(problem, device.shared_limit, all(at[n].aligned(16, axes) for n in "qk"))
@@ -144,8 +143,7 @@ def plan_forward(
     with_statistics = any(name in at for name in abi.STATISTICS)
     template, offsets = pack("forward", problem, at, values, variant.maps, with_statistics)
     maps = tensor_maps(variant, problem, at)
-    bytes_of = split_bytes | ({"value_steps": value_bytes} if value_bytes else {})
-    return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps, passes_bytes=bytes_of)
+    return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps, passes_bytes=passes_bytes)
 
 
 def steps_of(problem: Problem, names: tuple[str, ...], *configs: Config) -> list[Step]:
@@ -187,7 +185,7 @@ def plan_hvp(
     names = chain_names(problem)
     configs = [rows.hvp_delta(problem)]
     configs += [backend.schedule.hvp(problem, device.shared_limit, aligned, owns_keys) for owns_keys in (True, False)]
-    steps = checked(*(Step(Variant(c.kernel, problem.dtype, names, c), c.blocks(problem)) for c in configs))
+    steps = checked(*steps_of(problem, names, *configs))
     values = {
         **common_values(problem),
         "section": order.section(problem, device.cache_bytes),
