@@ -148,6 +148,7 @@ BACKENDS = (
         512,
         mma,
         schedules={"float32": split},
+        of_inputs={NARROW: 89},
     ),
     Backend("simt", "plain FMA units, true float32 and float64", {"float32": 75, "float64": 75}, 512, simt),
 )

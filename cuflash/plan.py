@@ -22,6 +22,7 @@ from cuflash.place import Placed, address, compact, merged_batch, placed
 from cuflash.problem import Call, Problem, operand_title
 from cuflash.schedules import order, rows, split
 from cuflash.schedules.base import Config
+from cuflash.schedules.steps import ForwardValues
 from cuflash.tensormap import TensorMap
 from cuflash.variant import ITEMSIZE, Variant
 
@@ -126,7 +127,7 @@ def plan_forward(
     if problem.scales:  # the second product wants the values in another order
         count = config.step_count(problem)
         of_heads = problem.batch_size * problem.heads_k * count
-        first = schedule.values(problem)
+        first = ForwardValues(config.head_dim_v)
         steps.insert(0, Step(Variant(first.kernel, problem.dtype, (Scales.name,), first), first.blocks_of(of_heads)))
         passes_bytes = {"value_steps": first.bytes_of(of_heads)}
         of_values = {"step_count": count, "value_words": int(at["v"].aligned(4, axes))}

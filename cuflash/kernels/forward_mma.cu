@@ -1,4 +1,5 @@
-// Forward on mma.sync tensor cores (sm_75 float16; sm_80 and later float16 and bfloat16).
+// Forward on mma.sync tensor cores (sm_75 float16; sm_80 and later float16 and bfloat16; sm_89 and later 8-bit inputs with
+// 16-bit outputs).
 //
 // Job: one block computes a tile of queries (and, beyond 256 value columns, one chunk of them) against all keys it sees.
 // Warps own query rows, so that no partial output is ever merged.  With two stages the next keys and values travel while
@@ -11,19 +12,25 @@
 #include "hw/gemm_mma.cuh"
 #include "attention/dropout.cuh"
 #include "attention/epilogue.cuh"
+#include "attention/units.cuh"
 
 constexpr int kWarpRows = Config::kBlockQ / Config::kWarps;
+constexpr bool kIsNarrow = sizeof(Element) == 1;                          // forward_values.cu has laid out the values
+constexpr int kScoreDepth = Config::kHeadDim * int(sizeof(Element)) / 2;  // of the product that makes scores
+
+template <bool kInSteps> struct Values { typedef SharedTile<Config::kBlockK, Config::kChunk, Element> Tile; };
+template <> struct Values<true> { typedef StepTile<Config::kBlockK, Config::kChunk> Tile; };
 
 struct InputStorage {
   SharedTile<Config::kBlockQ, Config::kHeadDim, Element> q;
   SharedTile<Config::kBlockK, Config::kHeadDim, Element> k[Config::kStages];
-  SharedTile<Config::kBlockK, Config::kChunk, Element> v[Config::kStages];
+  Values<kIsNarrow>::Tile v[Config::kStages];
   const Element* volatile keys;  // where K and V begin: the loop has no registers left to keep addresses in
   const Element* volatile values;
 };
 union SharedStorage {
   InputStorage in;
-  SharedTile<Config::kBlockQ, Config::kChunk, Element> out;  // once nothing else is read any more
+  SharedTile<Config::kBlockQ, Config::kChunk, OutElement> out;  // once nothing else is read any more
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/mma.py disagrees");
 
@@ -48,6 +55,17 @@ struct Work {
   }
 };
 
+// Where the values begin that the block sums.
+template <class Record> const __device__ __forceinline__ Element* values_of(const Record& p, const Work& work) {
+  if constexpr (kIsNarrow) {
+    const i64 head = i64(work.place.entry(p)) * p.heads_k + work.place.head_k;
+    return static_cast<const Element*>(p.value_steps) + head * p.step_count * (kStepRows * Config::kHeadDimV) +
+           work.columns.begin * kHalfRows;
+  } else {
+    return matrix<const Element>(p.v, work.place.key_offset(p.v) + work.columns.begin * p.v.column).data;
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     CUFLASH_ENTRY(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -70,10 +88,27 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     cp_async_commit_group();
   };
   const auto load_v = [&](const Element* values, int block, int stage) {
-    const Matrix<const Element> v{values, p.v.row, p.v.column};
-    copy_tile<Config::kThreads, Config::kAligned>(shared.v[stage], v, block * Config::kBlockK, seen,
-                                                  columns.end - columns.begin);
+    const auto copy = [&](auto& to) {
+      if constexpr (kIsNarrow) {
+        copy_steps<Config::kThreads, Config::kHeadDimV>(to,
+                                                        values + i64(block) * (Config::kBlockK * Config::kHeadDimV));
+      } else {
+        const Matrix<const Element> v{values, p.v.row, p.v.column};
+        copy_tile<Config::kThreads, Config::kAligned>(to, v, block * Config::kBlockK, seen,
+                                                      columns.end - columns.begin);
+      }
+    };
+    copy(shared.v[stage]);
     cp_async_commit_group();
+  };
+  // Values that no query sees must not meet a weight of 0: they may be anything, NaN as well.  Otherwise they arrive as zeros.
+  const auto clean_values = [&](auto& values, Range keys) {
+    if constexpr (kIsNarrow && Visibility::kNarrows) {
+      if (keys.begin >= seen.begin && min(keys.end, place.seq_k(p)) <= seen.end) return;
+      clear_rows_outside<Config::kThreads>(values, Range{seen.begin - keys.begin, seen.end - keys.begin},
+                                           int(threadIdx.x));
+      __syncthreads();
+    }
   };
 
   const int warp_row = int(threadIdx.x) / 32 * kWarpRows;
@@ -82,12 +117,16 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   float o[OutFragment::kSize];
   clear(o);
   const DropKey key = drop_key(p, place);
-  OperandA<Config::kHeadDim, ScoreFragment> q_operand;  // used where kQInRegisters
+  OperandA<kScoreDepth, ScoreFragment> q_operand;  // used where kQInRegisters
+  HeadScales<kHasScales> scales;
+  scales.read_scales(p, place);
+  const auto held_units = units_of<kHasScales>(p, scales);
+  const auto& units = in_units(p, held_units);
 
   if (first < last) {
     const auto q = matrix<const Element>(p.q, place.offset(p.q));
     const Element* keys = matrix<const Element>(p.k, place.key_offset(p.k)).data;
-    const Element* values = matrix<const Element>(p.v, place.key_offset(p.v) + columns.begin * p.v.column).data;
+    const Element* values = values_of(p, work);
     copy_tile<Config::kThreads, Config::kAligned>(shared.q, q, queries.begin, queries, head_dim);
     load_k(keys, first, 0);
     load_v(values, first, 0);
@@ -118,14 +157,16 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       cp_async_wait_group<1>();
       __syncthreads();  // keys have arrived
     }
-    if (Config::kQInRegisters && block == first) q_operand.load(shared.q, warp_row);
+    auto&& q_pairs = in_pairs(shared.q);
+    auto&& k_pairs = in_pairs(shared.k[stage]);
+    if (Config::kQInRegisters && block == first) q_operand.load(q_pairs, warp_row);
 
     float s[ScoreFragment::kSize];
     clear(s);
     if constexpr (Config::kQInRegisters) {
-      gemm_operand_rows<Config::kHeadDim, ScoreFragment, Element>(s, q_operand, shared.k[stage], 0);
+      gemm_operand_rows<kScoreDepth, ScoreFragment, Element>(s, q_operand, k_pairs, 0);
     } else {
-      gemm_rows_rows<Config::kHeadDim, ScoreFragment, Element, 2>(s, shared.q, warp_row, shared.k[stage], 0);
+      gemm_rows_rows<kScoreDepth, ScoreFragment, Element, 2>(s, q_pairs, warp_row, k_pairs, 0);
     }
     if constexpr (Config::kStages == 1) {
       __syncthreads();  // keys are no longer read
@@ -134,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
     ScoreSlopes<ScoreFragment> slopes;
     scores_of<false>(s, slopes, s_at, p, place, corner,
-                     tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, keys));
-    softmax.step<OutFragment>(s, o, p);
+                     tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, keys), units.scale);
+    softmax.step<OutFragment>(s, o, units);
     drop<true>(s, s_at, key, p, corner);
 
     if constexpr (Config::kStages == 1) {
@@ -145,7 +186,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
         cp_async_wait_group<0>();
       __syncthreads();  // values have arrived
     }
-    gemm_registers_columns<ScoreFragment, OutFragment, Element>(o, s, shared.v[stage], 0);
+    clean_values(shared.v[stage], keys);
+    [&](auto& values) {
+      if constexpr (kIsNarrow)
+        gemm_registers_steps<ScoreFragment, OutFragment, Element>(o, s, values);
+      else
+        gemm_registers_columns<ScoreFragment, OutFragment, Element>(o, s, values, 0);
+    }(shared.v[stage]);
     if constexpr (Config::kStages == 1) {
       __syncthreads();  // values are no longer read
       if (more) load_v(shared.values, block + 1 + hidden, 0);
@@ -154,16 +201,20 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   softmax.finish();
   const Work done(p, recomputed(blockIdx.x));
-  softmax.join_sink(p, done.place);
+  softmax.join_sink(p, done.place, units);
   __syncthreads();  // nothing in shared memory is read any more
   const OutFragment o_at(recomputed(threadIdx.x) / 32 * kWarpRows, 0);
-  store_fragment(out_tile, o, o_at, [&](int slot) { return softmax.inverse(slot) * drop_scale(p); });
+  HeadScales<kHasScales> done_scales;
+  done_scales.read_scales(p, done.place);
+  store_fragment(out_tile, o, o_at,
+                 [&](int slot) { return softmax.inverse(slot) * drop_scale(p) * value_scale(done_scales); });
   __syncthreads();
-  const Matrix<Element> out = matrix<Element>(p.out, done.place.offset(p.out) + done.columns.begin * p.out.column);
+  const Matrix<OutElement> out =
+      matrix<OutElement>(p.out, done.place.offset(p.out) + done.columns.begin * p.out.column);
   store_tile<Config::kThreads, Config::kChunk>(out_tile, out, done.queries.begin, done.queries,
                                                done.columns.end - done.columns.begin, p.out_vectors);
   if (done.columns.begin == 0) {
-    store_lse(softmax, s_at, p, done.place, done.queries);
+    store_lse(softmax, s_at, p, done.place, done.queries, units);
     store_statistics<Config::kMaximum, Config::kEntropy>(softmax, s_at, p, done.place, done.queries);
   }
 }

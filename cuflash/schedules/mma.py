@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from cuflash import tuning
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import Modifier, Written
-from cuflash.problem import Problem
+from cuflash.problem import NARROW, Problem
 from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
+from cuflash.schedules.steps import steps_of_head
 
 STEP = 16  # depth of one mma.m16n8k16, and height of its rows
 MAX_CHUNK = 256  # value columns whose float32 accumulator still fits in registers
@@ -57,6 +58,21 @@ class ForwardMma:
     def blocks(self, problem: Problem) -> int:
         chunks = tiles(problem.head_dim_v, self.chunk)
         return query_tiles(problem, self.block_q) * chunks * problem.heads_q * problem.batch_size
+
+
+@dataclass(frozen=True)
+class ForwardMmaNarrow(ForwardMma):
+    """The same for 8-bit inputs: values come in steps, the head size of the scores is padded to a multiple of 32."""
+
+    def shared_bytes(self, itemsize: int) -> int:
+        keys = tile_bytes(self.block_k, self.head_dim, itemsize) + self.block_k * self.chunk * itemsize
+        addresses = padded(2 * 8, 128)  # tiles of steps start at multiples of 128 bytes, and so does what holds them
+        inputs = tile_bytes(self.block_q, self.head_dim, itemsize) + self.stages * keys + addresses
+        return max(inputs, tile_bytes(self.block_q, self.chunk, ITEMSIZE))
+
+    def step_count(self, problem: Problem) -> int:
+        """Steps of the values of a head."""
+        return steps_of_head(problem, self.block_k)
 
 
 @dataclass(frozen=True)
@@ -276,18 +292,20 @@ def forward(
     problem: Problem, shared_limit: int, aligned: bool, *, maximum: bool = False, entropy: bool = False
 ) -> ForwardMma:
     """The first tile of the table that fits; `maximum` and `entropy` add these statistics of each row."""
-    head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
+    narrow = problem.dtype == NARROW
+    itemsize = 1 if narrow else ITEMSIZE
+    head_dim, head_dim_v = padded(problem.head_dim, 2 * STEP // itemsize), padded(problem.head_dim_v, STEP)
     crowded = is_crowded(problem) or ((maximum or entropy) and is_rich(problem) and shared_limit <= SM_75_SHARED)
     chunk = chunk_of(head_dim_v, MAX_CHUNK // 2 if crowded else MAX_CHUNK, STEP)
     head_dim_v = padded(head_dim_v, chunk)
-    for tile in tuning.FORWARD_MMA:
+    for tile in tuning.FORWARD_MMA_E4M3 if narrow else tuning.FORWARD_MMA:
         if tile.block_q > 64 and problem.longest_q <= 64:
             continue
-        queries = head_dim // 2 if tile.q_in_registers else 0
+        queries = head_dim * itemsize // 4 if tile.q_in_registers else 0
         needed = tile.block_q * (chunk + tile.block_k + queries) // (32 * tile.warps)
         if needed > forward_registers(problem, tile, aligned, maximum or entropy):
             continue
-        config = ForwardMma(
+        config = (ForwardMmaNarrow if narrow else ForwardMma)(
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             chunk=chunk,
@@ -296,13 +314,13 @@ def forward(
             warps=tile.warps,
             stages=tile.stages,
             blocks_per_sm=tile.blocks_per_sm,
-            aligned=aligned and rows_are_copied(max(head_dim, chunk), tile.warps),
+            aligned=aligned and rows_are_copied(max(head_dim, chunk), tile.warps, itemsize),
             exact=(head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v),
             q_in_registers=tile.q_in_registers,
             maximum=maximum,
             entropy=entropy,
         )
-        if fits(config, shared_limit):
+        if fits(config, shared_limit, itemsize):
             return config
     raise too_large("forward", problem, shared_limit)
 
@@ -412,13 +430,15 @@ def dq_warp_columns(tile: tuning.BackwardTile, chunk: int) -> int | None:
     return None
 
 
-def rows_are_copied(width: int, warps: int) -> bool:
+def rows_are_copied(width: int, warps: int, itemsize: int = ITEMSIZE) -> bool:
     """Whether a block has a thread for each 16 bytes of a row, which hw/copy.cuh asks for."""
-    return 32 * warps >= 1 << (width * ITEMSIZE // 16 - 1).bit_length()
+    return 32 * warps >= 1 << (width * itemsize // 16 - 1).bit_length()
 
 
-def fits(config: ForwardMma | ForwardColumnsMma | JvpMma | BackwardMma, shared_limit: int) -> bool:
-    return config.shared_bytes(ITEMSIZE) <= shared_limit
+def fits(
+    config: ForwardMma | ForwardColumnsMma | JvpMma | BackwardMma, shared_limit: int, itemsize: int = ITEMSIZE
+) -> bool:
+    return config.shared_bytes(itemsize) <= shared_limit
 
 
 def too_large(direction: str, problem: Problem, shared_limit: int) -> UnsupportedError:

@@ -16,6 +16,7 @@ from cuflash.place import Placed
 from cuflash.problem import Problem
 from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.mma import BackwardConvert, is_rich, keeps_scores
+from cuflash.schedules.steps import steps_of_head
 from cuflash.tensormap import PANEL_ALIGNMENT, PANEL_COLUMNS, panel_bytes
 from cuflash.variant import ITEMSIZE
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from cuflash.backends import Device
 
 STEP = 16  # depth of one wgmma; with 8-bit elements, of pairs
-VALUE_STEP = 32  # keys of a step of hw/steps.cuh
 GROUP_ROWS, GROUP_THREADS = 64, 128  # of a warpgroup
 MAX_HEAD_DIM = 256
 SMALLEST_QUERIES = 128  # tiles of more are for as many queries at least
@@ -117,28 +117,7 @@ class ForwardWgmmaNarrow(ForwardWgmma):
 
     def step_count(self, problem: Problem) -> int:
         """Steps of the values of a head."""
-        return padded(problem.seq_k, self.block_k) // VALUE_STEP
-
-
-@dataclass(frozen=True)
-class ForwardValues:
-    """Constants of forward_values.cu."""
-
-    kernel = "forward_values"
-
-    head_dim_v: int
-    threads: int = 128
-
-    def shared_bytes(self, itemsize: int) -> int:
-        return 0
-
-    def blocks_of(self, steps: int) -> int:
-        """Blocks that lay out so many steps: a thread has four columns of half of one."""
-        return tiles(2 * steps * (self.head_dim_v // 4), self.threads)
-
-    def bytes_of(self, steps: int) -> int:
-        """Memory that so many steps take."""
-        return steps * VALUE_STEP * self.head_dim_v
+        return steps_of_head(problem, self.block_k)
 
 
 @dataclass(frozen=True)
@@ -317,11 +296,6 @@ def fitting_forwards(problem: Problem, shared_limit: int) -> Iterator[ForwardWgm
         )
         if config.shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit:
             yield config
-
-
-def values(problem: Problem) -> ForwardValues:
-    """The kernel that lays out values of 8 bits for the forward."""
-    return ForwardValues(head_dim_v=padded(problem.head_dim_v, STEP))
 
 
 MAX_PAIRED = 128  # head size up to which dK and dV together fit in a warpgroup's registers

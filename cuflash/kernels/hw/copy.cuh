@@ -13,6 +13,20 @@ template <int kRows, int kColumns, class Element> struct SharedTile {
   __device__ __forceinline__ Element* at(int row, int column) { return data + row * kPitch + column; }
 };
 
+// The same tile in columns of 16 bits: pairs of smaller elements.
+template <class Tile> struct Pairs {
+  Tile& tile;
+  __device__ __forceinline__ void* at(int row, int column) const { return tile.at(row, 2 * column); }
+};
+template <int kRows, int kColumns>
+__device__ __forceinline__ Pairs<SharedTile<kRows, kColumns, E4m3>> in_pairs(SharedTile<kRows, kColumns, E4m3>& tile) {
+  return {tile};
+}
+template <int kRows, int kColumns, class Element>
+__device__ __forceinline__ SharedTile<kRows, kColumns, Element>& in_pairs(SharedTile<kRows, kColumns, Element>& tile) {
+  return tile;
+}
+
 // The first `present` elements of a 16-byte chunk, zeros behind them; with none, `from` is not read.
 template <class Element> __device__ __forceinline__ void copy_chunk(Element* to, const Element* from, int present) {
 #if __CUDA_ARCH__ >= 800

@@ -30,11 +30,7 @@ template <int kTileRows, int kColumns, int kElementBytes = 2> struct PanelTile {
   __device__ __forceinline__ u32 chunk(int row, int column) const { return address() + offset(row, column); }
 };
 
-// The same tile in columns of 16 bits: pairs of smaller elements.
-template <class Tile> struct Pairs {
-  Tile& tile;
-  __device__ __forceinline__ void* at(int row, int column) const { return tile.at(row, 2 * column); }
-};
+// In columns of 16 bits.
 template <int kRows, int kColumns>
 __device__ __forceinline__ Pairs<PanelTile<kRows, kColumns, 1>> in_pairs(PanelTile<kRows, kColumns, 1>& tile) {
   return {tile};
@@ -89,24 +85,6 @@ template <int kDepth, int kColumns>
 __device__ __forceinline__ void load_steps(StepTile<kDepth, kColumns>& to, const void* from, u32 barrier) {
   mbarrier_arrive_expect_tx(barrier, to.kBytes);
   cp_async_bulk_load(to.address(), from, to.kBytes, barrier);
-}
-// Rows of a tile that lie outside `valid` become zeros, written by kThreads threads; the caller fences and synchronises.
-template <int kThreads, int kDepth, int kColumns, class Rows>
-__device__ __forceinline__ void clear_rows_outside(StepTile<kDepth, kColumns>& tile, Rows valid, int thread) {
-#pragma unroll 1
-  for (int index = thread; index < kDepth / kHalfRows * kColumns; index += kThreads) {
-    const int first = index / kColumns * kHalfRows;
-    if (first >= valid.begin && first + kHalfRows <= valid.end) continue;
-    uint4* const at = reinterpret_cast<uint4*>(tile.data + index * kHalfRows);
-    u32 kept[4] = {};
-#pragma unroll
-    for (int byte = 0; byte < kHalfRows; ++byte) {
-      const int row = first + row_of_byte(byte);
-      if (row < valid.end && row >= valid.begin) kept[byte / 4] |= 0xffu << byte % 4 * 8;
-    }
-    const uint4 x = *at;
-    st_shared_v4(tile.address() + index * kHalfRows, x.x & kept[0], x.y & kept[1], x.z & kept[2], x.w & kept[3]);
-  }
 }
 
 // ---- channels: a ring of slots in shared memory, filled by some, emptied by others ------------------------------------

@@ -6,6 +6,7 @@
 #pragma once
 #include "hw/fragment.cuh"
 #include "hw/ptx.cuh"
+#include "hw/steps.cuh"
 
 // A, 16 rows from `row` on, step at `k`: contraction along the row.
 template <class Tile> __device__ __forceinline__ void load_a_rows(u32 (&a)[4], Tile& tile, int row, int k) {
@@ -102,6 +103,24 @@ __device__ __forceinline__ void gemm_registers_columns(float (&c)[Fragment::kSiz
 #pragma unroll
     for (int r = 0; r < Fragment::kRowBlocks; ++r) pack_a<FragmentA, Element>(a[r], x, r, step);
     multiply_step<Along::kColumns, Fragment, Element>(c, a, b_tile, b_column, 16 * step);
+  }
+}
+
+// The same with 8-bit elements, of which a step has 32, and B laid out for them.
+template <class FragmentA, class Fragment, class Element, int kDepth, int kColumns>
+__device__ __forceinline__ void gemm_registers_steps(float (&c)[Fragment::kSize], const float (&x)[FragmentA::kSize],
+                                                     StepTile<kDepth, kColumns>& b_tile) {
+  static_assert(kDepth == 8 * FragmentA::kColumnBlocks, "the tile has a row for each column of A");
+  PairsDownColumns<StepTile<kDepth, kColumns>> b_pairs{b_tile};
+#pragma unroll
+  for (int step = 0; step < kDepth / kStepRows; ++step) {
+    u32 a[Fragment::kRowBlocks][4];
+#pragma unroll
+    for (int r = 0; r < Fragment::kRowBlocks; ++r)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        a[r][j] = packed_half<Element>(x + FragmentA::block(r, 4 * step + j / 2 * 2) + j % 2 * 2);
+    multiply_step<Along::kRows, Fragment, Element>(c, a, b_pairs, 0, 16 * step);
   }
 }
 

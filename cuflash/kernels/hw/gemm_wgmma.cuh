@@ -60,10 +60,7 @@ template <int kSteps> struct RegisterOperand {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float* c = x + 16 * i + j / 2 * 8 + j % 2 * 2;
-          step[i][j] = packed_e4m3(c[0], c[1], c[4], c[5]);
-        }
+        for (int j = 0; j < 4; ++j) step[i][j] = packed_half<Element>(x + 16 * i + j / 2 * 8 + j % 2 * 2);
     } else {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i)

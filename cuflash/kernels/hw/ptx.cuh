@@ -1,5 +1,5 @@
 // PTX instructions of sm_75 and sm_80 as functions that carry the instruction's name.  Source: PTX ISA 8.x, sections
-// "ldmatrix", "mma", "cp.async", "createpolicy", "red".
+// "ldmatrix", "st", "mma", "cp.async", "createpolicy", "red".
 #pragma once
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
@@ -24,6 +24,11 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");
+}
+
+// ---- st: 16 bytes of shared memory ----------------------------------------------------------------------------------------
+__device__ __forceinline__ void st_shared_v4(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // ---- mma.m16n8k16, float32 accumulation; sm_75 has k8 for float16 only, so one k16 step is two of them -----------------

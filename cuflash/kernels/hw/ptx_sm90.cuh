@@ -99,11 +99,6 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// ---- st: 16 bytes of shared memory ----------------------------------------------------------------------------------------
-__device__ __forceinline__ void st_shared_v4(u32 address, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
 // ---- stmatrix: 8 x 8 blocks of 16-bit elements; lanes 8i .. 8i+7 address the rows of block i --------------------------------
 __device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
