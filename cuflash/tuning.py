@@ -115,12 +115,11 @@ FORWARD_MMA = (
 # The same kernel with 8-bit inputs, whose values come in steps of 32 keys; not measured yet.
 FORWARD_MMA_E4M3 = (
     ForwardTile(128, 64, 4, 2, 2, q_in_registers=True),
-    ForwardTile(128, 64, 4, 2, 2),
+    ForwardTile(128, 32, 4, 2, 2),
     ForwardTile(128, 64, 8, 2, 1),
-    ForwardTile(128, 64, 4, 1, 2),
     ForwardTile(128, 64, 8, 1, 1),
     ForwardTile(64, 64, 4, 2, 2),
-    ForwardTile(64, 64, 4, 1, 2),
+    ForwardTile(64, 32, 4, 2, 2),
     ForwardTile(64, 32, 4, 1, 1),
     ForwardTile(32, 32, 2, 1, 1),
     ForwardTile(16, 32, 1, 1, 1),

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the package o
 from cuflash import backends, decode_plan
 from cuflash.cli import text
 from cuflash.errors import UnsupportedError
-from cuflash.problem import DTYPES, Problem
+from cuflash.modifiers import Scales
+from cuflash.problem import DTYPES, NARROW, Problem
 from cuflash.schedules import decode as schedule
 
 Row = dict[str, Any]
@@ -138,18 +139,18 @@ GPUS = {
 
 def support() -> str:
     """Which backend computes a dtype on a GPU, and what the backends differ in."""
-    x = {dtype: problem_of(dtype) for dtype in DTYPES}
+    x = {dtype: problem_of(dtype) for dtype in (*DTYPES, NARROW)}
     lines = []
     for capability in backends.SHARED_LIMITS:
         device = backends.described_device(capability)
         cells = []
-        for dtype in DTYPES:
+        for dtype in x:
             try:
                 cells.append(f"`{backends.select(x[dtype], device, {})[0].name}`")
             except UnsupportedError:
                 cells.append("-")
         lines.append((GPUS.get(capability, "-"), f"sm_{capability}", *cells))
-    lines.append(("none", "host", *["`numpy`"] * len(DTYPES)))
+    lines.append(("none", "host", *["`numpy`"] * len(x)))
     differences = [
         (
             f"`{b.name}`",
@@ -162,13 +163,14 @@ def support() -> str:
     differences.append(("`numpy`", "tiles in NumPy", "any", "always"))
     header = ("backend", "what it is", "largest head size", "backward repeats bit for bit")
     return "\n\n".join(
-        [markdown(("GPU", "architecture", *DTYPES), lines, left=6), markdown(header, differences, left=4)]
+        [markdown(("GPU", "architecture", *DTYPES, "8 bits, forward"), lines, left=7), markdown(header, differences, left=4)]
     )
 
 
 def problem_of(dtype: str) -> Problem:
     """An ordinary call of a dtype."""
-    return Problem(dtype, (1,), 8, 8, 1024, 1024, 64, 64, scale=0.125)
+    modifiers = (Scales(),) if dtype == NARROW else ()
+    return Problem(dtype, (1,), 8, 8, 1024, 1024, 64, 64, scale=0.125, modifiers=modifiers)
 
 
 def decode_support() -> str:

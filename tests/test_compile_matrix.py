@@ -27,7 +27,7 @@ from cuflash.errors import UnsupportedError
 from cuflash.schedules import wgmma
 from cuflash.variant import Variant
 from tests import nvrtc
-from tests.cases import DTYPES
+from tests.cases import DTYPES, NARROW
 from tests.variants import ARCHS, HEAD_SIZES, LENGTH, OPTIONS, TOGETHER, Entry, decode_variants
 
 FULL = os.environ.get("CUFLASH_FULL_MATRIX") == "1"
@@ -70,6 +70,7 @@ def entries() -> Iterator[Entry]:
         for dtype, sizes, option in product(HALVES, HOPPER_SIZES, (*OPTIONS, *TOGETHER)):
             for lengths in (SHORT, MEDIUM, LONG):
                 yield hopper(dtype, sizes, option, lengths)
+        yield from narrow_entries()
         yield from split_entries()
         return
     for (arch, dtype), sizes in product(((90, "bfloat16"), (75, "float16")), HEAD_SIZES):
@@ -183,7 +184,36 @@ def entries() -> Iterator[Entry]:
         *((192, "ranges"), (256, "ranges"), (256, "ranges-alibi"), (256, "everything")),
     ):
         yield hopper("float8_e4m3fn", (size, size), option)
+    yield from narrow_entries()
     yield from split_entries()
+
+
+def narrow_entries() -> Iterator[Entry]:
+    """Forwards of 8-bit inputs by mma.sync: on sm_89 and sm_120 as they are, elsewhere by way of float16."""
+    if FULL:
+        for arch, sizes, option, aligned in product(ARCHS, HEAD_SIZES, (*OPTIONS, *TOGETHER), (True, False)):
+            if arch >= 89 and "packed" not in option:
+                yield narrow(arch, sizes, option, aligned)
+        return
+    for arch, size in product((89, 90), (64, 128, 256)):
+        yield narrow(arch, (size, size), "plain")
+        yield narrow(arch, (size, size), "everything", aligned=False)
+    for arch, size, option in (
+        *(
+            (100, 128, "everything"),
+            (100, 64, "causal"),
+            (120, 64, "ranges"),
+            (120, 128, "everything"),
+            (120, 256, "plain"),
+        ),
+        *((90, 16, "everything"), (89, 512, "everything"), (90, 192, "causal")),
+        *((90, 128, "sparse-everything"), (89, 128, "sparse-everything"), (120, 64, "dropout-everything")),
+    ):
+        yield narrow(arch, (size, size), option)
+
+
+def narrow(arch: int, sizes: tuple[int, int], option: str, aligned: bool = True) -> Entry:
+    return Entry(arch, "float8_e4m3fn", *sizes, option, aligned, seq_q=300, backend="mma")
 
 
 def split_entries() -> Iterator[Entry]:
@@ -223,7 +253,8 @@ def matrix() -> list:
                     compiled = ("causal",) if variant.kernel == "forward_simt" else ("causal", "everything")
                     if getattr(variant.config, "rest", False) and entry.options not in compiled:
                         continue
-                    family = {86: 80, 89: 80}.get(family, family)
+                    if variant.dtype not in NARROW:
+                        family = {86: 80, 89: 80}.get(family, family)
                     if variant.kernel.startswith(("backward_delta", "backward_convert", "hvp_delta", "split_")):
                         family = min(family, 80)  # these kernels have no instruction of their own
                         if not getattr(variant.config, "turns", 0):  # and look at no score

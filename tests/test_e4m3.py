@@ -180,12 +180,48 @@ def test_plan():
     assert record["value_words"] == 1
 
 
-@pytest.mark.parametrize(
-    ("capability", "parts"), [(80, "wgmma: float8_e4m3fn needs"), (100, "wgmma: its instructions")]
-)
-def test_devices_without_a_kernel(capability, parts):
-    with pytest.raises(UnsupportedError, match=parts):
+@pytest.mark.parametrize("capability", [75, 80, 86, 87])
+def test_devices_without_a_kernel(capability):
+    refusal = (
+        r"wgmma: float8_e4m3fn needs.*mma: float8_e4m3fn needs compute capability 8\.9, .* is older; convert to float16"
+    )
+    with pytest.raises(UnsupportedError, match=refusal):
         planned(CASE, capability)
+
+
+@pytest.mark.parametrize("capability", [89, 90, 100, 103, 120, 121])
+def test_plan_of_mma(capability):
+    """The layout of the values is as wide as the chunks that are multiplied, and as long as the blocks that are walked over."""
+    found = planned(replace(CASE, seq_k=300, head_dim=40, head_dim_v=300), capability, "mma")
+    values, main = found.steps
+    assert (values.variant.kernel, main.variant.kernel) == ("forward_values", "forward_mma")
+    assert main.variant.entry.endswith("_e4m3_bf16_scales_causal")
+    assert main.config.head_dim == 64
+    assert main.config.head_dim_v == values.config.head_dim_v >= 300
+    assert main.config.head_dim_v % main.config.chunk == 0
+    steps = -(-300 // main.config.block_k) * main.config.block_k // 32
+    assert found.workspace() == {"value_steps": 2 * 2 * steps * 32 * main.config.head_dim_v}
+    whole, part = (abi.record("forward", step.variant.modifiers, "float32").fields for step in (main, values))
+    assert all(part[name][1] == whole[name][1] for name in ("v", "value_steps", "step_count", "value_words", "seq_k"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "softcap": 2.0, "mask": "qk", "alibi": "h", "documents": "packed"}]
+)
+@pytest.mark.parametrize("capability", [89, 90])
+def test_there_is_a_tile_for_every_head(capability, options):
+    for head_dim, head_dim_v in ((1, 1), (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)):
+        for seq_q in (1, 300):
+            case = replace(CASE, seq_q=seq_q, head_dim=head_dim, head_dim_v=head_dim_v, **options)
+            assert planned(case, capability, "mma").backend == "mma"
+
+
+@pytest.mark.parametrize(
+    "options", [{"dropout": 0.5}, {"strides": "every second"}, {"head_dim": 264}, {"seq_k": 0}], ids=str
+)
+def test_hopper_leaves_to_mma_what_it_does_not_take(options):
+    assert planned(replace(CASE, **options)).backend == "mma"
+    assert planned(CASE).backend == "wgmma"
 
 
 def test_floor_counts_twice_the_rate():

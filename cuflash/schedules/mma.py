@@ -212,6 +212,7 @@ class BackwardConvert:
 # ---- choosing tiles -------------------------------------------------------------------------------------------------
 ITEMSIZE = 2
 SM_75_SHARED = 64 * 1024  # the least of all; sm_75 is told by it
+SM_89_SHARED = 99 * 1024  # sm_120's as well: both multiply 8 bits as they are, devices with more turn them into float16
 
 
 def looking(problem: Problem) -> list[Modifier]:
@@ -257,6 +258,22 @@ def forward_registers(problem: Problem, tile: tuning.ForwardTile, aligned: bool,
     return 152 if bounded or not aligned else 192 if problem.head_dim <= 128 else 160
 
 
+def narrow_registers(problem: Problem, tile: tuning.ForwardTile, shared_limit: int) -> int:
+    """The same of 8-bit inputs; where they become float16 in front of each product, this takes registers, too."""
+    scores = tile.block_q * tile.block_k // (32 * tile.warps)
+    converted = shared_limit > SM_89_SHARED
+    if is_crowded(problem):
+        return 48 if scores <= 16 else 0
+    if is_rich(problem):
+        return 0 if scores > 32 else 96 if converted else 144
+    return 160 if not converted else 112 if scores <= 32 else 0
+
+
+def narrow_chunk(problem: Problem, shared_limit: int) -> int:
+    """Value columns of a block at most."""
+    return MAX_CHUNK // 4 if is_crowded(problem) else MAX_CHUNK // 2 if shared_limit > SM_89_SHARED else MAX_CHUNK
+
+
 def jvp_registers(problem: Problem, shared_limit: int, aligned: bool) -> int:
     """Registers that the accumulators and scores of the forward mode may take; see `forward_registers`."""
     modifiers = looking(problem)
@@ -296,14 +313,20 @@ def forward(
     itemsize = 1 if narrow else ITEMSIZE
     head_dim, head_dim_v = padded(problem.head_dim, 2 * STEP // itemsize), padded(problem.head_dim_v, STEP)
     crowded = is_crowded(problem) or ((maximum or entropy) and is_rich(problem) and shared_limit <= SM_75_SHARED)
-    chunk = chunk_of(head_dim_v, MAX_CHUNK // 2 if crowded else MAX_CHUNK, STEP)
+    widest = narrow_chunk(problem, shared_limit) if narrow else MAX_CHUNK // 2 if crowded else MAX_CHUNK
+    chunk = chunk_of(head_dim_v, widest, STEP)
     head_dim_v = padded(head_dim_v, chunk)
     for tile in tuning.FORWARD_MMA_E4M3 if narrow else tuning.FORWARD_MMA:
         if tile.block_q > 64 and problem.longest_q <= 64:
             continue
         queries = head_dim * itemsize // 4 if tile.q_in_registers else 0
         needed = tile.block_q * (chunk + tile.block_k + queries) // (32 * tile.warps)
-        if needed > forward_registers(problem, tile, aligned, maximum or entropy):
+        limit = (
+            narrow_registers(problem, tile, shared_limit)
+            if narrow
+            else forward_registers(problem, tile, aligned, maximum or entropy)
+        )
+        if needed > limit:
             continue
         config = (ForwardMmaNarrow if narrow else ForwardMma)(
             head_dim=head_dim,

@@ -75,7 +75,7 @@ def kind(request: pytest.FixtureRequest, device: Device) -> Kind:
         from cuflash.backends import BACKENDS
 
         row = next(row for row in BACKENDS if row.name == chosen.backend)
-        needed = row.capabilities[chosen.dtype]
+        needed = {**row.capabilities, **row.of_inputs}[chosen.dtype]
         found = int(device.xp.cuda.Device().compute_capability)
         if found < needed or found > row.last_capability:
             pytest.skip(f"{chosen} needs compute capability {needed / 10}, the device has {found / 10}")
