@@ -109,7 +109,8 @@ def plan_forward(
     at = dict(places)
     backend, reasons = select(problem, device, at, requested=requested)
     axes = len(problem.out_shape)
-    aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v"))
+    copied = "qk" if problem.scales else "qkv"  # the others come in steps
+    aligned = all(at[name].aligned(16, axes) for name in copied)
     kept = {name: True for name in ("maximum", "entropy") if name in at}  # of each row, in the forward's own pass
     schedule = backend.schedule_of(problem)
     config = schedule.forward(problem, device.shared_limit, aligned, **kept)

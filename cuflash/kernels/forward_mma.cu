@@ -56,7 +56,7 @@ struct Work {
 };
 
 // Where the values begin that the block sums.
-template <class Record> const __device__ __forceinline__ Element* values_of(const Record& p, const Work& work) {
+template <class Record> __device__ __forceinline__ auto values_of(const Record& p, const Work& work) {
   if constexpr (kIsNarrow) {
     const i64 head = i64(work.place.entry(p)) * p.heads_k + work.place.head_k;
     return static_cast<const Element*>(p.value_steps) + head * p.step_count * (kStepRows * Config::kHeadDimV) +
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     copy(shared.v[stage]);
     cp_async_commit_group();
   };
-  // Values that no query sees must not meet a weight of 0: they may be anything, NaN as well.  Otherwise they arrive as zeros.
+  // Values that no query sees must not meet a weight of 0: they may be anything, NaN as well.  Others arrive as zeros.
   const auto clean_values = [&](auto& values, Range keys) {
     if constexpr (kIsNarrow && Visibility::kNarrows) {
       if (keys.begin >= seen.begin && min(keys.end, place.seq_k(p)) <= seen.end) return;
