@@ -11,6 +11,7 @@ from cuflash.modifiers import KeyLengths, Scales
 from cuflash.tuning import ForwardTile
 from tests.cases import STRIDES, Case
 from tests.emulator import kernels
+from tests.emulator.build import BuildError
 from tests.emulator.kernels import SEEDS
 from tests.emulator.mutants import Mutant, mutate
 from tests.emulator.test_e4m3 import CASE, widened, widened_call
@@ -235,8 +236,9 @@ def test_bug_is_noticed(tile, bug):
             expectation.check_forward(*forward(call, seed, text=text))
 
     expectation.check_forward(*forward(call))
-    with pytest.raises((AssertionError, kernels.EmulatorError)):
+    with pytest.raises((AssertionError, kernels.EmulatorError)) as noticed:
         run()
+    assert not isinstance(noticed.value, BuildError)
 
 
 def replace_unseen(call: problem.Call) -> problem.Call:
