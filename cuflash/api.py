@@ -172,6 +172,7 @@ def attention(
         options = replays().options_of(scale, causal, window, softcap, layout, precision, backend, bool(return_lse))
         key, replayed = replays().forward(tuple(map(native.get, replays().FORWARD)), options)
         if replayed is not None:
+            replays().remember_alike(keys, key)
             if out is not None:
                 home.wait(native["out"])
                 return (out, home.give(replayed[0])) if return_lse else out
@@ -281,6 +282,7 @@ def attention_backward(
         options = replays().options_of(scale, causal, window, softcap, layout, precision, backend, bool(deterministic))
         key, replayed = replays().backward(tuple(map(native.get, replays().BACKWARD)), options)
         if replayed is not None:
+            replays().remember_alike(keys, key)
             return type(replayed)(*map(home.give, replayed))
         if key is not None:
             keys.append(key)

@@ -15,12 +15,14 @@ from typing import Any
 ATTRIBUTE, CAPSULE = "__dlpack_c_exchange_api__", b"dlpack_exchange_api"
 MAJOR = 1  # of the version whose structs these are
 CUDA = 2  # kDLCUDA
+FLOAT32, FLOAT64 = (2 | bits << 8 | 1 << 16 for bits in (32, 64))  # DLDataType: kDLFloat, bits, lanes
 #: DLTensor: data, device (type, number), axes, dtype (code, bits, lanes), shape, strides, byte_offset
 TENSOR = Struct("=QiiiBBHQQQ")
 _LOOK = Struct("=6Q")  # the same in words: device is one, axes and dtype are the next
 #: DLManagedTensorVersioned: version, context, deleter and flags, then a DLTensor
 _MANAGED = ctypes.c_uint64 * 10
 _DATA, _OFFSET = 4, 9  # words of it
+_LAYOUT = 5  # where a signature has axes and dtype of the first array
 
 #: error_ctx, kind, message
 _SetError = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p)
@@ -108,11 +110,21 @@ class Exchange:
                 data += offset
                 key += (ctypes.string_at(shape, length), ctypes.string_at(strides, length), device, layout, data & 15)
                 pointers.append(data)
-        except (BufferError, RuntimeError, TypeError, ValueError):  # such as an array without memory: `__dlpack__` says so
+        except (
+            BufferError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # such as an array without memory: `__dlpack__` says so
             return None, ()
         finally:
             self._unused.append(scratch)
         return tuple(key), tuple(pointers)
+
+    @staticmethod
+    def dtype(key: tuple[Any, ...]) -> int:
+        """DLDataType of the first array of a signature."""
+        return int(key[_LAYOUT]) >> 32
 
     def stream(self, device: int) -> int:
         """Address of the stream that the library works on; -1 if it does not tell."""

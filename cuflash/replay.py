@@ -16,7 +16,7 @@ import cupy
 from numpy import ndarray
 
 from cuflash.arrays import extent
-from cuflash.exchange import Exchange, Prototype, exchange_of
+from cuflash.exchange import FLOAT32, FLOAT64, Exchange, Prototype, exchange_of
 from cuflash.gradients import gradients_type
 from cuflash.launch import Launch, device, launches, tile_counter
 from cuflash.plan import Plan, backward_arrays, forward_arrays, is_mergeable, places_of, plan_backward, plan_forward
@@ -33,33 +33,36 @@ class Record(NamedTuple):
     memory: tuple[Any, ...]
 
 
+class Kept(NamedTuple):
+    """What a call that ran leaves for the next one."""
+
+    plan: Plan
+    fields: tuple[str, ...]  # of the arguments that are arrays, in order
+    made: dict[str, tuple[tuple[int, ...], Any]]  # shapes and dtypes of results
+    #: bytes from the address on, of the fields' arrays; empty unless the last one is `out`
+    spans: tuple[tuple[int, int], ...] = ()
+
+
 class Replay:
-    """A call that ran before: its launches, and the results to make."""
+    """A call that ran before: its launches, and the results to make, by CuPy or by the library that the arguments come from."""
 
-    __slots__ = ("counted", "device", "exchange", "fields", "launches", "made", "parts", "plan", "size", "spans")
+    __slots__ = ("counted", "device", "exchange", "fields", "kept", "launches", "made", "parts", "size", "spans")
 
-    def __init__(
-        self,
-        plan: Plan,
-        fields: Iterable[str],
-        made: Mapping[str, tuple[tuple[int, ...], Any]],
-        exchange: Exchange | None,
-        dtypes: Mapping[str, int],
-        spans: tuple[tuple[int, int], ...] = (),
-    ) -> None:
-        self.plan = plan
+    def __init__(self, kept: Kept, exchange: Exchange | None, dtype: int) -> None:
+        self.kept, self.exchange = kept, exchange
+        plan, self.spans = kept.plan, kept.spans
         self.launches: tuple[Launch, ...] = launches(plan)
         self.device = plan.device.index
-        self.exchange = exchange
-        #: results to make: shape and dtype, or the prototype of another library's array
-        self.made: tuple[Any, ...] = tuple(
-            (shape, dtype) if exchange is None else Prototype(shape, dtypes[name], self.device)
-            for name, (shape, dtype) in made.items()
-        )
-        self.spans = spans  # bytes from the address on: of `out`, which comes last, and of what is given before it
+        self.made: tuple[Any, ...] = tuple(kept.made.values())
+        if exchange is not None:
+            of_sums = FLOAT64 if plan.problem.accumulator == "float64" else FLOAT32
+            self.made = tuple(
+                Prototype(shape, of_sums if name == "lse" else dtype, self.device)
+                for name, (shape, _) in kept.made.items()
+            )
         self.counted = "tile_counter" in plan.offsets
         #: fields of the argument record in the order of a call's addresses; parts of the workspace follow
-        self.fields = (*fields, *made, *(["tile_counter"] if self.counted else []))
+        self.fields = (*kept.fields, *kept.made, *(["tile_counter"] if self.counted else []))
         self.parts: dict[str, int] = {}
         self.size = 0
         for name, size in plan.workspace().items():
@@ -105,7 +108,7 @@ class Replay:
         """The argument record for these addresses; memory pools give the same ones again and again."""
         named = dict(zip(self.fields, pointers, strict=False))
         named |= {name: pointers[-1] + offset for name, offset in self.parts.items()}
-        record = self.plan.arguments(named)
+        record = self.kept.plan.arguments(named)
         argument = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(record)))
         if len(_records) >= MAX_RECORDS:
             _records.clear()
@@ -171,6 +174,21 @@ def signature(arrays: tuple[Any, ...], options: Any) -> tuple[Any, tuple[int, ..
     return tuple(key), tuple(pointers)
 
 
+def remember(keys: Iterable[Any], kept: Kept) -> None:
+    """Keep what a call leaves under its signatures."""
+    for key in keys:
+        exchange = key[0]
+        if len(_replays) >= MAX_REPLAYS:
+            _replays.clear()
+        _replays[key] = Replay(kept, exchange, 0 if exchange is None else exchange.dtype(key))
+
+
+def remember_alike(keys: Iterable[Any], key: Any) -> None:
+    """Keep under further signatures what is kept under `key`."""
+    if (found := _replays.get(key)) is not None:
+        remember((other for other in keys if other not in _replays), found.kept)
+
+
 # ---- forward ---------------------------------------------------------------------------------------------------------
 FORWARD = ("q", "k", "v", "mask", "bias", "out")
 
@@ -191,35 +209,17 @@ def remember_forward(
     if problem.scales or not is_mergeable(problem, arrays):
         return
     plan = plan_forward(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
-    fields = [name for name in FORWARD if name in arrays and (is_given or name != "out")]
+    fields = tuple(name for name in FORWARD if name in arrays and (is_given or name != "out"))
     made = {} if is_given else {"out": (in_layout(problem.out_shape, problem.layout), out.dtype)}
     if lse is not None:
         made["lse"] = problem.lse_shape, lse.dtype
-    spans = tuple(span(arrays[name]) for name in fields) if is_given else ()
-    for key in keys:
-        keep(key, plan, fields, made, spans)
+    remember(keys, Kept(plan, fields, made, tuple(span(arrays[name]) for name in fields) if is_given else ()))
 
 
 def span(x: Any) -> tuple[int, int]:
     """First byte and the byte after the last one that an array's elements take, from its address on."""
     first, end = extent(x)
     return first - x.data.ptr, end - x.data.ptr
-
-
-def keep(
-    key: Any,
-    plan: Plan,
-    fields: Iterable[str],
-    made: Mapping[str, tuple[tuple[int, ...], Any]],
-    spans: tuple[tuple[int, int], ...] = (),
-) -> None:
-    exchange, of_library = key[0], {}
-    if exchange is not None:
-        dtype, real = key[5] >> 32, 64 if plan.problem.accumulator == "float64" else 32  # of q, which comes first
-        of_library = {name: real << 8 | 1 << 16 | 2 if name == "lse" else dtype for name in made}
-    if len(_replays) >= MAX_REPLAYS:
-        _replays.clear()
-    _replays[key] = Replay(plan, fields, made, exchange, of_library, spans)
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -251,5 +251,4 @@ def remember_backward(
     places = places_of(problem, arrays)
     plan = plan_backward(problem, device(call.q.data.device_id), places, bool(deterministic), requested)
     made = {name: (in_layout(x.shape, problem.layout), x.dtype) for name, x in gradients._asdict().items()}
-    for key in keys:
-        keep(key, plan, [name for name in BACKWARD if name in arrays], made)
+    remember(keys, Kept(plan, tuple(name for name in BACKWARD if name in arrays), made))
