@@ -168,6 +168,7 @@ def attention(
         if key is not None:
             keys.append(key)
     home, native = arrays.gather({"q": q, "k": k, "v": v, **present(mask=mask, bias=bias, out=out)})
+    is_plain = is_plain and (out is None or home.library not in arrays.IMMUTABLE)
     if is_plain and home.device is not None and (home.namespace is not None or not keys):
         options = replays().options_of(scale, causal, window, softcap, layout, precision, backend, bool(return_lse))
         key, replayed = replays().forward(tuple(map(native.get, replays().FORWARD)), options)

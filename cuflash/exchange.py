@@ -31,6 +31,9 @@ _View = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
 _Allocate = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, _SetError)
 _Give = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _Stream = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+_bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
 _release = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_DecRef", ctypes.pythonapi))
 
 
@@ -108,7 +111,7 @@ class Exchange:
                 if not (shape and strides):
                     return None, ()
                 data += offset
-                key += (ctypes.string_at(shape, length), ctypes.string_at(strides, length), device, layout, data & 15)
+                key += (_bytes_at(shape, length), _bytes_at(strides, length), device, layout, data & 15)
                 pointers.append(data)
         except (
             BufferError,
