@@ -108,7 +108,7 @@ class Exchange:
                     return None, ()
                 data, device, layout, shape, strides, offset = _LOOK.unpack(tensor)
                 length = 8 * (layout & 0xFFFFFFFF)
-                if not (shape and strides):
+                if not (data and shape and strides):
                     return None, ()
                 data += offset
                 key += (_bytes_at(shape, length), _bytes_at(strides, length), device, layout, data & 15)

@@ -310,7 +310,8 @@ def memory(rows: list[Row]) -> str:
 
 def host(rows: list[Row]) -> str:
     """Host time of a small call."""
-    lines = [(name(row), f"{row['us']:.1f} us") for row in rows]
+    own = {"forward": "", "backward": ", backward"}
+    lines = [(name(row) + own[row["direction"]], f"{row['us']:.1f} us") for row in rows]
     return markdown(("a small call, repeated", "host time"), lines, left=1)
 
 

@@ -143,8 +143,8 @@ def machine(
         patch.setattr(Plan, "arguments", lambda plan, pointers: plain(plan, pointers, encode))
         for name in ("forward", "backward"):
             patch.setattr(launch, name, counted(found, getattr(launch, name)))
-        patch.setattr(api, "_launch", None)
-        patch.setattr(api, "_replay", None)
+        patch.setattr(api, "_launch", launch)
+        patch.setattr(api, "_replay", replay)
         for clear in caches:
             clear()
         for cache in kept:
@@ -175,6 +175,7 @@ class Tensor:
 
     def __init__(self, values: np.ndarray, requires_grad: bool = False) -> None:
         self.values, self.requires_grad = values, requires_grad
+        self.trouble = ""  # with which C functions meet: "error" or "null"
         steps = [s // values.dtype.itemsize for s in values.strides]
         self.axes = (ctypes.c_int64 * (2 * values.ndim))(*values.shape, *steps)
 
@@ -245,9 +246,12 @@ class Library(ModuleType):
     def view(self, at: int, out: int) -> int:
         self.views += 1
         x = ctypes.cast(at, ctypes.py_object).value
+        if x.trouble == "error":
+            return -1
         code, bits = CODES[str(x.values.dtype)]
         shape = ctypes.addressof(x.axes)
-        fields = x.values.ctypes.data - 32, 2, 0, x.values.ndim, code, bits, 1, shape, shape + 8 * x.values.ndim, 32
+        data = 0 if x.trouble == "null" else x.values.ctypes.data - 32
+        fields = data, 2, 0, x.values.ndim, code, bits, 1, shape, shape + 8 * x.values.ndim, 32 if data else 0
         ctypes.memmove(out, exchange.TENSOR.pack(*fields), exchange.TENSOR.size)
         return 0
 

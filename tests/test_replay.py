@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import ArgumentError, abi, arrays, exchange
+from cuflash import ArgumentError, abi, api, arrays, exchange
 from cuflash.errors import CuflashError
 
 pytest.importorskip("cupy")
@@ -120,6 +120,9 @@ def test_tensor_maps_and_counters(hopper: Machine) -> None:
 
 
 def test_records_are_kept_for_addresses_that_come_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[tuple[int, ...]] = []
+    pack = replay.Replay.packed
+    monkeypatch.setattr(replay.Replay, "packed", lambda self, at: (packed.append(at), pack(self, at))[1])
     monkeypatch.setattr(replay, "MAX_RECORDS", 3)
     q, k, v = inputs()
     outs = [array(numbers(seed)) for seed in range(7)]
@@ -128,6 +131,7 @@ def test_records_are_kept_for_addresses_that_come_again(machine: Machine, monkey
         assert field(machine.launched[-1], "out") == address(out)
         assert len(replay._records) <= 3
     assert machine.planned == 1
+    assert [at[-1] for at in packed] == [address(out) for out in (*outs[1:], *outs[:2])]
 
 
 def test_threads_do_not_mix_their_calls(machine: Machine) -> None:
@@ -149,6 +153,16 @@ def test_threads_do_not_mix_their_calls(machine: Machine) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(8)))
     assert machine.planned == 2
+
+
+@KINDS
+def test_the_first_call_of_a_process_is_known_afterwards(machine: Machine, kind: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "_launch", None)
+        patch.setattr(api, "_replay", None)
+        for _ in range(3):
+            cuflash.attention(*inputs(kind))
+    assert machine.planned == 1
 
 
 # ---- out= ------------------------------------------------------------------------------------------------------------
@@ -287,6 +301,7 @@ def test_arrays_that_lie_otherwise_are_other_calls(machine: Machine, kind: Any) 
         (halves, {"causal": True}),
         (halves, {"causal": "top_left"}),
         (halves, {"scale": 0.3}),
+        (halves, {"scale": 0.3, "return_lse": True}),
         (halves, {"scale": np.float64(0.3)}),
         (halves, {"scale": -0.0}),
         (halves, {"scale": 0.0}),
@@ -409,6 +424,18 @@ def test_a_library_without_memory_leaves_results_to_cupy(machine: Machine) -> No
     LIBRARY.is_full = True
     assert type(cuflash.attention(*given)) is Tensor
     assert machine.planned == 1
+
+
+@pytest.mark.parametrize("trouble", ["error", "null"])
+def test_arrays_that_c_functions_do_not_show_go_by_dlpack(machine: Machine, trouble: str) -> None:
+    given = inputs(tensor)
+    for _ in range(2):
+        cuflash.attention(*given)
+    given[1].trouble = trouble
+    LIBRARY.waits.clear()
+    cuflash.attention(*given)
+    assert len(LIBRARY.waits) == 4
+    assert field(machine.launched[-1], "k") == address(given[1])
 
 
 def test_types_without_all_functions_go_by_dlpack(machine: Machine) -> None:
