@@ -80,6 +80,20 @@ def test_addresses_are_those_of_the_call(machine: Machine, kind: Any) -> None:
 
 
 @KINDS
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_results_have_their_dtypes_and_shapes(machine: Machine, kind: Any, dtype: str) -> None:
+    for _ in range(3):
+        q = kind(numbers(0, (3, 9, 4, 16), arrays.named_dtype(dtype)))
+        v = kind(numbers(2, (3, 9, 2, 24), arrays.named_dtype(dtype)))
+        k = kind(numbers(1, (3, 9, 2, 16), arrays.named_dtype(dtype)))
+        out, lse = (getattr(x, "values", x) for x in cuflash.attention(q, k, v, return_lse=True, layout="bshd"))
+        assert (out.shape, out.dtype, lse.shape) == ((3, 9, 4, 24), arrays.named_dtype(dtype), (3, 4, 9))
+        assert lse.dtype == ("float64" if dtype == "float64" else "float32")
+        assert out.flags.c_contiguous
+    assert machine.planned == 1
+
+
+@KINDS
 def test_addresses_of_a_backward(machine: Machine, kind: Any) -> None:
     for _ in range(3):
         q, k, v, out, dout = (kind(numbers(seed)) for seed in range(5))
