@@ -464,7 +464,7 @@ def test_bench_judges_targets():
     for ms, verdict in ((2.9, "PASS"), (3.1, "MISS")):
         lines = bench.summary([row | {"system": "cuflash", "ms": ms, "tflops": 600 / ms}, peer]).splitlines()
         assert lines[1].endswith(verdict)
-    host = {"topic": "host", "system": "cuflash", "causal": False, **sizes}
+    host = {"topic": "host", "system": "cuflash", "direction": "forward", "causal": False, **sizes}
     assert bench.summary([host | {"us": 24.0}]).endswith("PASS")
     assert bench.summary([host | {"us": 26.0}]).endswith("MISS")
 
