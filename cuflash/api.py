@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import arrays, backends, numpy_backend, numpy_tangents
+from cuflash import arrays, backends, explanation, numpy_backend, numpy_tangents
 from cuflash.arrays import Home
 from cuflash.errors import ArgumentError, UnsupportedError
 from cuflash.explanation import Explanation
@@ -875,6 +875,7 @@ def explain(
     out_dtype: Any = None,
     precision: str | None = None,
     backend: str | None = None,
+    measure: bool = False,
 ) -> Explanation:
     """How `attention` would compute a call: the backend, why no other, and what the kernel takes from the device.
 
@@ -884,6 +885,9 @@ def explain(
         As for `attention`; nothing is computed.
     q_scale, k_scale, v_scale, out_dtype, precision, backend
         As for `attention`; nothing is computed.
+    measure
+        True: the call also runs some times on a GPU, with random numbers in place of q, k and v, which take as much memory
+        again; everything else is what is given, and nothing of the caller's is written.  Results are dropped, the host waits.
 
     Returns
     -------
@@ -892,12 +896,16 @@ def explain(
 
     Raises
     ------
-    ArgumentError, UnsupportedError
+    ArgumentError
         As `attention` does.
+    UnsupportedError
+        As `attention` does, and for measure=True with arrays on the host.
 
     Notes
     -----
-    The floor time is what the device's peak arithmetic and bandwidth allow for the work that arXiv:2205.14135 counts.
+    The floor time is what the device's peak arithmetic and bandwidth allow for the work that arXiv:2205.14135 counts.  Keys that
+    causal, `window` or `KeyLengths` hide do not count, what other masks hide does.  The measured time is the median of runs
+    each of which finds nothing in a cache; of it, the floor is the share that no kernel can save.
 
     Examples
     --------
@@ -906,22 +914,87 @@ def explain(
     >>> cuflash.explain(x, x, x, causal=True).backend
     'numpy'
     """
+    check_flag("measure", measure)
     given = present(mask=mask, bias=bias)
     eight_bit = (q_scale, k_scale, v_scale, out_dtype)
     home, call, _ = enter(
         q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend, precision, eight_bit
     )
-    if home.device is not None:
-        arrays.require_gpu()
-        explained: Explanation = launcher().explain(call, backend)
-        return explained
+    return explained(home, call, backend, measure)
+
+
+def explain_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    backend: str | None = None,
+    measure: bool = False,
+) -> Explanation:
+    """How `attention_varlen` would compute a call of packed sequences; as `explain`.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, modifiers, backend
+        As for `attention_varlen`; nothing is computed.
+    measure
+        As for `explain`; the offsets are those given.
+
+    Returns
+    -------
+    Explanation
+        Readable when printed.  `grid` has room for sequences of any lengths; blocks beyond those that are there end at once.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        As `attention_varlen` does, and `explain` for `measure`.
+
+    Notes
+    -----
+    The floor time is that of the sequences between the offsets, which are read for it, on a device as well: pairs of one
+    sequence, not of the whole (arXiv:2205.14135 counts the work).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.zeros((9, 4, 8), np.float32)
+    >>> cuflash.explain_varlen(x, x, x, [0, 5, 9], [0, 5, 9], causal=True).backend
+    'numpy'
+    """
+    check_flag("measure", measure)
+    offsets, maxima = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    home, call, _ = enter_packed(q, k, v, offsets, maxima, {}, scale, causal, window, softcap, modifiers, backend)
+    return explained(home, call, backend, measure)
+
+
+def explained(home: Home, call: Call, backend: str | None, measure: bool) -> Explanation:
+    """The explanation of a described call."""
+    if home.device is None:
+        return explained_on_host(home, call.problem, str(call.problem), measure)
+    arrays.require_gpu()
+    found: Explanation = launcher().explain(call, backend, measure)
+    return found
+
+
+def explained_on_host(home: Home, problem: Problem, title: str, measure: bool) -> Explanation:
+    """The explanation of a call that the numpy backend computes, which is not measured."""
+    if measure:
+        raise UnsupportedError(
+            f"measure=True times kernels on an NVIDIA GPU, but q is {home}; move the arrays there, or time the call itself, "
+            "as python -m cuflash explain --measure does"
+        )
     refused = f"computes on an NVIDIA GPU, but q is {home}"
-    return Explanation(
-        backend="numpy",
-        reasons={name: refused for name in BACKENDS if name != "numpy"},
-        problem=str(call.problem),
-        device="the host",
-    )
+    return explanation.of_host(problem, title, {name: refused for name in BACKENDS if name != "numpy"})
 
 
 _launch: Any = None  # cuflash.launch, once a call on a device has imported it whole

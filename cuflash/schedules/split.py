@@ -17,7 +17,7 @@ from cuflash.modifiers import KeyLengths
 from cuflash.place import Placed
 from cuflash.problem import Problem
 from cuflash.schedules import mma, simt
-from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
+from cuflash.schedules.base import MMA, key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.rows import BackwardConvertSimt
 from cuflash.schedules.simt import BackwardSimt, ForwardSimt
 
@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from cuflash.backends import Device
 
 STEP = mma.STEP
+#: by planes of a number
+METHODS = {
+    1: f"one float16 plane, one product on {MMA}",
+    2: f"two float16 planes, three products on {MMA}",
+}
 MAX_HEAD_DIM = 256
 HALF = 2  # bytes of an element of a plane
 SPLIT_ROWS = 64  # of a block of split_magnitudes.cu and split_planes.cu
@@ -52,6 +57,10 @@ class ForwardSplit:
     score_part: int  # keys whose low parts are summed at once
     maximum: bool = False  # also the largest score of each row
     entropy: bool = False  # also the entropy of each row's weights
+
+    @property
+    def method(self) -> str:
+        return METHODS[self.planes]
 
     @property
     def statistics(self) -> bool:
@@ -96,6 +105,10 @@ class BackwardSplit:
     blocks_per_sm: int
     exact: bool  # the planes are as wide as the padded heads
     deterministic: bool = False  # blocks add to dq in turns
+
+    @property
+    def method(self) -> str:
+        return METHODS[self.planes]
 
     @property
     def threads(self) -> int:
