@@ -904,7 +904,8 @@ def explain(
     Notes
     -----
     The floor time is what the device's peak arithmetic and bandwidth allow for the work that arXiv:2205.14135 counts.  Keys that
-    causal, `window` or `KeyLengths` hide do not count, what other masks hide does.  The measured time is the median of runs
+    causal, `window` or `KeyLengths` hide do not count, for which lengths are read, on a device as well; what other masks hide
+    does.  The measured time is the median of runs
     each of which finds nothing in a cache; of it, the floor is the share that no kernel can save.
 
     Examples
