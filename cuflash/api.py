@@ -905,8 +905,8 @@ def explain(
     -----
     The floor time is what the device's peak arithmetic and bandwidth allow for the work that arXiv:2205.14135 counts.  Keys that
     causal, `window` or `KeyLengths` hide do not count, for which lengths are read, on a device as well; what other masks hide
-    does.  The measured time is the median of runs
-    each of which finds nothing in a cache; of it, the floor is the share that no kernel can save.
+    does.  The measured time is the median of runs each of which finds nothing in a cache; of it, the floor is the share that no
+    kernel can save.
 
     Examples
     --------
@@ -982,7 +982,6 @@ def explained(home: Home, call: Call, backend: str | None, measure: bool) -> Exp
     """The explanation of a described call."""
     if home.device is None:
         return explained_on_host(home, call.problem, str(call.problem), measure)
-    arrays.require_gpu()
     found: Explanation = launcher().explain(call, backend, measure)
     return found
 
@@ -1002,8 +1001,9 @@ _launch: Any = None  # cuflash.launch, once a call on a device has imported it w
 
 
 def launcher() -> Any:
-    """The module that runs calls on devices; importing it imports CuPy."""
+    """The module that runs calls on devices, where there are any; importing it imports CuPy."""
     global _launch
+    arrays.require_gpu()
     if _launch is None:
         from cuflash import launch
 
@@ -1226,7 +1226,6 @@ def empty_statistics(home: Home, call: Call, shapes: Mapping[str, tuple[int, ...
     """New arrays for statistics, where the call's arrays are."""
     if home.device is None:
         return {name: np.empty(shape, call.problem.accumulator) for name, shape in shapes.items()}
-    arrays.require_gpu()
     made: dict[str, Any] = launcher().empty_statistics(call, shapes)
     return made
 
@@ -1250,7 +1249,6 @@ def run_forward(
             out = np.empty(in_layout(problem.out_shape, problem.layout), arrays.named_dtype(problem.out_dtype))
         to = None if out is None else canonical(out, problem.layout)
         return numpy_backend.forward(call, to, statistics=statistics, batch_invariant=batch_invariant)
-    arrays.require_gpu()
     to = None if out is None else canonical(out, problem.layout)
     result: tuple[Any, Any] = launcher().forward(call, to, with_lse, backend, statistics, batch_invariant)
     return result
@@ -1270,7 +1268,6 @@ def run_backward(
     if home.device is None:
         # Its sums have one order: always deterministic.
         return numpy_backend.backward(call, out, lse, dout, dlse, batch_invariant=batch_invariant)
-    arrays.require_gpu()
     return launcher().backward(call, out, lse, dout, dlse, deterministic, backend, batch_invariant)
 
 
@@ -1280,7 +1277,6 @@ def run_jvp(
     """Output, its tangent, log-sum-exp and its tangent, with the axes (*batch, heads, seq, ...)."""
     if home.device is None:
         return numpy_tangents.jvp(call, tangents, batch_invariant=batch_invariant)
-    arrays.require_gpu()
     found: tuple[Any, Any, Any, Any] = launcher().jvp(call, tangents, backend, batch_invariant)
     return found
 
@@ -1297,7 +1293,6 @@ def run_hvp(
     dout, dlse = canonical(native["dout"], call.problem.layout), native.get("dlse")
     if home.device is None:
         return numpy_tangents.hvp(call, dout, dlse, tangents, batch_invariant=batch_invariant)
-    arrays.require_gpu()
     return launcher().hvp(call, dout, dlse, tangents, backend, batch_invariant)
 
 

@@ -144,7 +144,6 @@ def attention_decode(
             to = canonical(np.empty(in_layout(problem.out_shape, problem.layout), call.q.dtype), problem.layout)
         o, lse = numpy_backend.decode(call, to)
     else:
-        arrays.require_gpu()
         o, lse = launcher().decode(call, to, return_lse, backend, key)
     if call.decode.seq_new:
         home.wait(native["k_cache"])
@@ -213,14 +212,14 @@ def explain_decode(
     check_written(call, home, native)
     if home.device is None:
         return api.explained_on_host(home, call.problem, str(call.decode), measure)
-    arrays.require_gpu()
     found: Explanation = launcher().explain(call, backend, measure)
     return found
 
 
 def launcher() -> Any:
-    """The module that runs calls on devices; importing it imports CuPy."""
+    """The module that runs calls on devices, where there are any; importing it imports CuPy."""
     global _launch
+    arrays.require_gpu()
     if _launch is None:
         from cuflash import decode_launch
 
