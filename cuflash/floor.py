@@ -109,7 +109,7 @@ def intervals(problem: Problem, operands: Mapping[str, Any]) -> tuple[float, flo
     begin, end = np.zeros_like(rows), np.full_like(rows, problem.seq_k)
     for modifier in ranges:
         begin, end = modifier.narrow(begin, end, rows, tile)
-    begin, end = np.broadcast_arrays(np.maximum(begin, 0), np.minimum(end, problem.seq_k))
+    begin, end = np.broadcast_arrays(begin, end)
     sees = begin < end
     first = np.where(sees, begin, problem.seq_k).min(axis=-2)
     last = np.where(sees, end, 0).max(axis=-2)
