@@ -223,16 +223,24 @@ def methods_of(problem: Problem, backend: str) -> dict[str, list[int]]:
     """Capabilities on which a backend takes a problem, by how it multiplies there."""
     found: dict[str, list[int]] = {}
     for capability in backends.SHARED_LIMITS:
-        device = backends.described_device(capability)
-        try:
-            schedule = backends.select(problem, device, {}, requested=backend)[0].schedule_of(problem)
-            methods = [schedule.forward(problem, device.shared_limit, True).method]
-            if problem.dtype != NARROW:  # which has no gradients
-                methods.append(schedule.backward(problem, device.shared_limit, True).method)
-        except UnsupportedError:
-            continue
-        found.setdefault("; backward by ".join(dict.fromkeys(methods)), []).append(capability)
+        methods = {direction: method_of(problem, backend, capability, direction) for direction in DIRECTIONS}
+        told = [method for method in methods.values() if method]
+        if methods["forward"]:
+            found.setdefault("; backward by ".join(dict.fromkeys(told)), []).append(capability)
     return found
+
+
+def method_of(problem: Problem, backend: str, capability: int, direction: str) -> str | None:
+    """How a backend multiplies in a direction; None where it does not take the problem."""
+    device, backward = backends.described_device(capability), direction == "backward"
+    if backward and problem.dtype == NARROW:  # which has no gradients
+        return None
+    try:
+        chosen, _ = backends.select(problem, device, {}, requested=backend, backward=backward)
+    except UnsupportedError:
+        return None
+    method: str = getattr(chosen.schedule_of(problem), direction)(problem, device.shared_limit, True).method
+    return method
 
 
 def architectures(capabilities: Sequence[int]) -> str:
