@@ -25,11 +25,7 @@ if TYPE_CHECKING:
     from cuflash.backends import Device
 
 STEP = mma.STEP
-#: by planes of a number
-METHODS = {
-    1: f"one float16 plane, one product on {MMA}",
-    2: f"two float16 planes, three products on {MMA}",
-}
+PLANES = {1: "one float16 plane, one product", 2: "two float16 planes, three products"}
 MAX_HEAD_DIM = 256
 HALF = 2  # bytes of an element of a plane
 SPLIT_ROWS = 64  # of a block of split_magnitudes.cu and split_planes.cu
@@ -60,7 +56,7 @@ class ForwardSplit:
 
     @property
     def method(self) -> str:
-        return METHODS[self.planes]
+        return f"{PLANES[self.planes]} on {MMA}"
 
     @property
     def statistics(self) -> bool:
@@ -108,7 +104,7 @@ class BackwardSplit:
 
     @property
     def method(self) -> str:
-        return METHODS[self.planes]
+        return f"{PLANES[self.planes]} on {MMA}"
 
     @property
     def threads(self) -> int:
