@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import arrays, backends, numpy_backend, numpy_tangents
+from cuflash import arrays, backends, explanation, numpy_backend, numpy_tangents
 from cuflash.arrays import Home
 from cuflash.errors import ArgumentError, UnsupportedError
 from cuflash.explanation import Explanation
@@ -911,6 +911,7 @@ def explain(
     out_dtype: Any = None,
     precision: str | None = None,
     backend: str | None = None,
+    measure: bool = False,
 ) -> Explanation:
     """How `attention` would compute a call: the backend, why no other, and what the kernel takes from the device.
 
@@ -920,6 +921,9 @@ def explain(
         As for `attention`; nothing is computed.
     q_scale, k_scale, v_scale, out_dtype, precision, backend
         As for `attention`; nothing is computed.
+    measure
+        True: the call also runs some times on a GPU, with random numbers in place of q, k and v, which take as much memory
+        again; everything else is what is given, and nothing of the caller's is written.  Results are dropped, the host waits.
 
     Returns
     -------
@@ -928,12 +932,17 @@ def explain(
 
     Raises
     ------
-    ArgumentError, UnsupportedError
+    ArgumentError
         As `attention` does.
+    UnsupportedError
+        As `attention` does, and for measure=True with arrays on the host.
 
     Notes
     -----
-    The floor time is what the device's peak arithmetic and bandwidth allow for the work that arXiv:2205.14135 counts.
+    The floor time is what the device's peak arithmetic and bandwidth allow for the work that arXiv:2205.14135 counts.  Keys that
+    causal, `window` or `KeyLengths` hide do not count, for which lengths are read, on a device as well; what other masks hide
+    does.  The measured time is the median of runs each of which finds nothing in a cache; of it, the floor is the share that no
+    kernel can save.
 
     Examples
     --------
@@ -942,22 +951,86 @@ def explain(
     >>> cuflash.explain(x, x, x, causal=True).backend
     'numpy'
     """
+    check_flag("measure", measure)
     given = present(mask=mask, bias=bias)
     eight_bit = (q_scale, k_scale, v_scale, out_dtype)
     home, call, _ = enter(
         q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend, precision, eight_bit
     )
-    if home.device is not None:
-        arrays.require_gpu()
-        explained: Explanation = launcher().explain(call, backend)
-        return explained
+    return explained(home, call, backend, measure)
+
+
+def explain_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    backend: str | None = None,
+    measure: bool = False,
+) -> Explanation:
+    """How `attention_varlen` would compute a call of packed sequences; as `explain`.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, modifiers, backend
+        As for `attention_varlen`; nothing is computed.
+    measure
+        As for `explain`; the offsets are those given.
+
+    Returns
+    -------
+    Explanation
+        Readable when printed.  `grid` has room for sequences of any lengths; blocks beyond those that are there end at once.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        As `attention_varlen` does, and `explain` for `measure`.
+
+    Notes
+    -----
+    The floor time is that of the sequences between the offsets, which are read for it, on a device as well: pairs of one
+    sequence, not of the whole (arXiv:2205.14135 counts the work).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.zeros((9, 4, 8), np.float32)
+    >>> cuflash.explain_varlen(x, x, x, [0, 5, 9], [0, 5, 9], causal=True).backend
+    'numpy'
+    """
+    check_flag("measure", measure)
+    offsets, maxima = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    home, call, _ = enter_packed(q, k, v, offsets, maxima, {}, scale, causal, window, softcap, modifiers, backend)
+    return explained(home, call, backend, measure)
+
+
+def explained(home: Home, call: Call, backend: str | None, measure: bool) -> Explanation:
+    """The explanation of a described call."""
+    if home.device is None:
+        return explained_on_host(home, call.problem, str(call.problem), measure)
+    found: Explanation = launcher().explain(call, backend, measure)
+    return found
+
+
+def explained_on_host(home: Home, problem: Problem, title: str, measure: bool) -> Explanation:
+    """The explanation of a call that the numpy backend computes, which is not measured."""
+    if measure:
+        raise UnsupportedError(
+            f"measure=True times kernels on an NVIDIA GPU, but q is {home}; move the arrays there, or time the call itself, "
+            "as python -m cuflash explain --measure does"
+        )
     refused = f"computes on an NVIDIA GPU, but q is {home}"
-    return Explanation(
-        backend="numpy",
-        reasons={name: refused for name in BACKENDS if name != "numpy"},
-        problem=str(call.problem),
-        device="the host",
-    )
+    return explanation.of_host(problem, title, {name: refused for name in BACKENDS if name != "numpy"})
 
 
 _launch: Any = None  # cuflash.launch, once a call on a device has imported it whole
@@ -965,8 +1038,9 @@ _replay: Any = None  # cuflash.replay, likewise
 
 
 def launcher() -> Any:
-    """The module that runs calls on devices; importing it imports CuPy."""
+    """The module that runs calls on devices, where there are any; importing it imports CuPy."""
     global _launch
+    arrays.require_gpu()
     if _launch is None:
         from cuflash import launch
 
@@ -1219,7 +1293,6 @@ def empty_statistics(home: Home, call: Call, shapes: Mapping[str, tuple[int, ...
     """New arrays for statistics, where the call's arrays are."""
     if home.device is None:
         return {name: np.empty(shape, call.problem.accumulator) for name, shape in shapes.items()}
-    arrays.require_gpu()
     made: dict[str, Any] = launcher().empty_statistics(call, shapes)
     return made
 
@@ -1243,7 +1316,6 @@ def run_forward(
             out = np.empty(in_layout(problem.out_shape, problem.layout), arrays.named_dtype(problem.out_dtype))
         to = None if out is None else canonical(out, problem.layout)
         return numpy_backend.forward(call, to, statistics=statistics, batch_invariant=batch_invariant)
-    arrays.require_gpu()
     to = None if out is None else canonical(out, problem.layout)
     result: tuple[Any, Any] = launcher().forward(call, to, with_lse, backend, statistics, batch_invariant)
     return result
@@ -1263,7 +1335,6 @@ def run_backward(
     if home.device is None:
         # Its sums have one order: always deterministic.
         return numpy_backend.backward(call, out, lse, dout, dlse, batch_invariant=batch_invariant)
-    arrays.require_gpu()
     return launcher().backward(call, out, lse, dout, dlse, deterministic, backend, batch_invariant)
 
 
@@ -1273,7 +1344,6 @@ def run_jvp(
     """Output, its tangent, log-sum-exp and its tangent, with the axes (*batch, heads, seq, ...)."""
     if home.device is None:
         return numpy_tangents.jvp(call, tangents, batch_invariant=batch_invariant)
-    arrays.require_gpu()
     found: tuple[Any, Any, Any, Any] = launcher().jvp(call, tangents, backend, batch_invariant)
     return found
 
@@ -1290,7 +1360,6 @@ def run_hvp(
     dout, dlse = canonical(native["dout"], call.problem.layout), native.get("dlse")
     if home.device is None:
         return numpy_tangents.hvp(call, dout, dlse, tangents, batch_invariant=batch_invariant)
-    arrays.require_gpu()
     return launcher().hvp(call, dout, dlse, tangents, backend, batch_invariant)
 
 

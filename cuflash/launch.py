@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import cupy
 
-from cuflash import jit
+from cuflash import explanation, floor, jit
 from cuflash.arrays import named_dtype
-from cuflash.backends import Device, floor_seconds, select
+from cuflash.backends import Device, select
 from cuflash.explanation import Explanation
 from cuflash.gradients import gradient_terms, gradients_type
 from cuflash.place import as_bytes
@@ -306,30 +306,32 @@ def sum_to(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 # ---- explaining -----------------------------------------------------------------------------------------------------
-def explain(call: Call, requested: str | None = None) -> Explanation:
-    """What the forward of a call on CuPy arrays would run, with the compiled kernel's registers."""
-    problem = call.problem
-    with cupy.cuda.Device(call.q.data.device_id):
+def explain(call: Call, requested: str | None = None, measure: bool = False) -> Explanation:
+    """What the forward of a call on CuPy arrays would run, with the compiled kernel's registers and on request its time."""
+    problem, index = call.problem, call.q.data.device_id
+    with cupy.cuda.Device(index):
         arrays = forward_arrays(call, empty(problem.out_shape, problem, named_dtype(problem.out_dtype)), None)
         if not is_mergeable(problem, arrays):
             arrays = in_one_batch(problem, arrays)
-        plan = plan_forward(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
-        step = plan.main
-        kernel = jit.load(step.variant, plan.device.index)
-    seconds = floor_seconds(problem, plan.device)
-    config: Any = step.config
-    return Explanation(
-        backend=plan.backend,
-        reasons=plan.reasons,
-        problem=str(problem),
-        device=str(plan.device),
-        variant=step.variant.entry,
-        tile=(config.block_q, config.block_k),
-        grid=step.blocks,
-        threads=config.threads,
+        plan = plan_forward(problem, device(index), places_of(problem, arrays), requested)
+        kernel = jit.load(plan.main.variant, index)
+        work = floor.work_of_call(call, cupy.asnumpy)
+        ms = measured(plan, call, arrays) if measure else None
+    return explanation.of_plan(
+        plan,
+        str(problem),
         registers=kernel.registers,
         spilled_bytes=kernel.local_bytes,
-        shared_bytes=config.shared_bytes(ITEMSIZE[problem.dtype]),
-        floor_ms=None if seconds is None else 1e3 * seconds,
-        notes=() if config.aligned else ("rows are not 16-byte aligned: elements are copied one by one",),
+        floor_seconds=floor.seconds(problem, plan.device, work),
+        measured_ms=ms,
     )
+
+
+def measured(plan: Plan, call: Call, arrays: Mapping[str, Any]) -> float:
+    """Milliseconds of a forward whose queries, keys and values are replaced by scratch data; all else is only read."""
+    from cuflash import rehearsal
+
+    stood_for = {name: rehearsal.scratch(arrays[name], seed) for seed, name in enumerate(("q", "k", "v"))}
+    memory = workspace(plan)
+    pointers = arguments_of(call, {**arrays, **stood_for, **memory})
+    return rehearsal.milliseconds(lambda: run(plan, pointers))

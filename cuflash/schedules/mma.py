@@ -8,7 +8,7 @@ from cuflash import tuning
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import Modifier, Written
 from cuflash.problem import Problem
-from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
+from cuflash.schedules.base import MMA, key_tiles, padded, query_tiles, tiles
 
 STEP = 16  # depth of one mma.m16n8k16, and height of its rows
 MAX_CHUNK = 256  # value columns whose float32 accumulator still fits in registers
@@ -24,6 +24,7 @@ class ForwardMma:
     """Constants of forward_mma.cu; head sizes are padded to a multiple of 16."""
 
     kernel = "forward_mma"
+    method = MMA
 
     head_dim: int
     head_dim_v: int
@@ -122,6 +123,7 @@ class BackwardMma:
     """Constants of backward_mma.cu; a warp owns block_k / warps keys, and a part of dQ's rows and columns."""
 
     kernel = "backward_mma"
+    method = MMA
     statistics_rows = 1  # each row has its shift and its delta side by side
 
     head_dim: int
