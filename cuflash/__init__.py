@@ -11,8 +11,9 @@ from cuflash.api import (
     attention_varlen_vjp,
     attention_vjp,
     explain,
+    explain_varlen,
 )
-from cuflash.decode import attention_decode
+from cuflash.decode import attention_decode, explain_decode
 from cuflash.errors import ArgumentError, CompileError, CuflashError, ShapeError, UnsupportedError, VersionError
 from cuflash.explanation import Explanation
 from cuflash.inspection import attention_weights
@@ -70,6 +71,8 @@ __all__ = [
     "draw_tiles",
     "dropout_mask",
     "explain",
+    "explain_decode",
+    "explain_varlen",
     "merge",
     "merge_backward",
     "merge_vjp",

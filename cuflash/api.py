@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import arrays, backends, numpy_backend, numpy_tangents
+from cuflash import arrays, backends, explanation, numpy_backend, numpy_tangents
 from cuflash.arrays import Home
 from cuflash.errors import ArgumentError, UnsupportedError
 from cuflash.explanation import Explanation
@@ -152,27 +152,43 @@ def attention(
     array([[[1.],
             [2.]]])
     """
-    key = None
     check_flag("return_lse", return_lse)
     check_flag("batch_invariant", batch_invariant)
     eight_bit = (q_scale, k_scale, v_scale, out_dtype)
-    plain = not (modifiers or batch_invariant) and all(x is None for x in eight_bit)
-    if _launch is not None and out is None and plain:
-        key = _launch.signature(
-            q, k, v, mask, bias, (scale, causal, window, softcap, layout, return_lse, precision, backend)
-        )
-        replayed = _launch.replay(key, q, k, v, mask, bias)
+    is_plain = type(modifiers) is tuple and not (modifiers or batch_invariant)
+    is_plain = is_plain and q_scale is None and k_scale is None and v_scale is None and out_dtype is None
+    keys: list[Any] = []
+    if is_plain and _replay is not None:
+        options = _replay.options_of(scale, causal, window, softcap, layout, precision, backend, bool(return_lse))
+        key, replayed = _replay.forward((q, k, v, mask, bias, out), options)
         if replayed is not None:
-            return replayed if return_lse else replayed[0]
-    given = present(mask=mask, bias=bias, out=out)
+            if out is not None:
+                replayed.insert(0, out)
+            return tuple(replayed) if return_lse else replayed[0]
+        if key is not None:
+            keys.append(key)
+    home, native = arrays.gather({"q": q, "k": k, "v": v, **present(mask=mask, bias=bias, out=out)})
+    is_plain = is_plain and (out is None or home.library not in arrays.IMMUTABLE)
+    if is_plain and home.device is not None and (home.namespace is not None or not keys):
+        options = replays().options_of(scale, causal, window, softcap, layout, precision, backend, bool(return_lse))
+        key, replayed = replays().forward(tuple(map(native.get, replays().FORWARD)), options)
+        if replayed is not None:
+            replays().remember_alike(keys, key)
+            if out is not None:
+                home.wait(native["out"])
+                return (out, home.give(replayed[0])) if return_lse else out
+            given = tuple(map(home.give, replayed))
+            return given if return_lse else given[0]
+        if key is not None:
+            keys.append(key)
     modifiers = keep(modifiers)
-    home, call, native = enter(
-        q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend, precision, eight_bit
+    call, native = described(
+        home, native, scale, causal, window, softcap, modifiers, layout, backend, precision, eight_bit
     )
     to = checked_out(home, call, native)
     o, lse = run_forward(home, call, to, return_lse, backend, batch_invariant=bool(batch_invariant))
-    if key is not None:
-        _launch.remember(key, call, canonical(o, call.problem.layout), lse, backend)
+    if keys:
+        replays().remember_forward(keys, call, o, lse, out is not None, backend)
     result = given_out(home, call, o, out)
     return (result, home.give(lse)) if return_lse else result
 
@@ -252,10 +268,30 @@ def attention_backward(
             [0.5]]])
     """
     deterministic = order_of_sums(deterministic, batch_invariant)
+    is_plain = type(modifiers) is tuple and not (modifiers or batch_invariant) and bias is None
+    keys: list[Any] = []
+    if is_plain and _replay is not None:
+        options = _replay.options_of(scale, causal, window, softcap, layout, precision, backend, bool(deterministic))
+        key, replayed = _replay.backward((q, k, v, mask, dout, out, lse, dlse), options)
+        if replayed is not None:
+            return replayed
+        if key is not None:
+            keys.append(key)
     given = {"dout": dout, "out": out, "lse": lse, **present(dlse=dlse, mask=mask, bias=bias)}
-    home, call, native = enter(q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend, precision)
+    home, native = arrays.gather({"q": q, "k": k, "v": v, **given})
+    if is_plain and home.device is not None and (home.namespace is not None or not keys):
+        options = replays().options_of(scale, causal, window, softcap, layout, precision, backend, bool(deterministic))
+        key, replayed = replays().backward(tuple(map(native.get, replays().BACKWARD)), options)
+        if replayed is not None:
+            replays().remember_alike(keys, key)
+            return type(replayed)(*map(home.give, replayed))
+        if key is not None:
+            keys.append(key)
+    call, native = described(home, native, scale, causal, window, softcap, modifiers, layout, backend, precision)
     check_results(call, native, "(*batch, heads_q, seq_q)")
     gradients = run_backward(home, call, native, deterministic, backend, bool(batch_invariant))
+    if keys:
+        replays().remember_backward(keys, call, native, gradients, deterministic, backend)
     return give_gradients(gradients, home, call, native)
 
 
@@ -875,6 +911,7 @@ def explain(
     out_dtype: Any = None,
     precision: str | None = None,
     backend: str | None = None,
+    measure: bool = False,
 ) -> Explanation:
     """How `attention` would compute a call: the backend, why no other, and what the kernel takes from the device.
 
@@ -884,6 +921,9 @@ def explain(
         As for `attention`; nothing is computed.
     q_scale, k_scale, v_scale, out_dtype, precision, backend
         As for `attention`; nothing is computed.
+    measure
+        True: the call also runs some times on a GPU, with random numbers in place of q, k and v, which take as much memory
+        again; everything else is what is given, and nothing of the caller's is written.  Results are dropped, the host waits.
 
     Returns
     -------
@@ -892,12 +932,17 @@ def explain(
 
     Raises
     ------
-    ArgumentError, UnsupportedError
+    ArgumentError
         As `attention` does.
+    UnsupportedError
+        As `attention` does, and for measure=True with arrays on the host.
 
     Notes
     -----
-    The floor time is what the device's peak arithmetic and bandwidth allow for the work that arXiv:2205.14135 counts.
+    The floor time is what the device's peak arithmetic and bandwidth allow for the work that arXiv:2205.14135 counts.  Keys that
+    causal, `window` or `KeyLengths` hide do not count, for which lengths are read, on a device as well; what other masks hide
+    does.  The measured time is the median of runs each of which finds nothing in a cache; of it, the floor is the share that no
+    kernel can save.
 
     Examples
     --------
@@ -906,35 +951,111 @@ def explain(
     >>> cuflash.explain(x, x, x, causal=True).backend
     'numpy'
     """
+    check_flag("measure", measure)
     given = present(mask=mask, bias=bias)
     eight_bit = (q_scale, k_scale, v_scale, out_dtype)
     home, call, _ = enter(
         q, k, v, given, scale, causal, window, softcap, modifiers, layout, backend, precision, eight_bit
     )
-    if home.device is not None:
-        arrays.require_gpu()
-        explained: Explanation = launcher().explain(call, backend)
-        return explained
+    return explained(home, call, backend, measure)
+
+
+def explain_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    backend: str | None = None,
+    measure: bool = False,
+) -> Explanation:
+    """How `attention_varlen` would compute a call of packed sequences; as `explain`.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, causal, window, softcap, modifiers, backend
+        As for `attention_varlen`; nothing is computed.
+    measure
+        As for `explain`; the offsets are those given.
+
+    Returns
+    -------
+    Explanation
+        Readable when printed.  `grid` has room for sequences of any lengths; blocks beyond those that are there end at once.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        As `attention_varlen` does, and `explain` for `measure`.
+
+    Notes
+    -----
+    The floor time is that of the sequences between the offsets, which are read for it, on a device as well: pairs of one
+    sequence, not of the whole (arXiv:2205.14135 counts the work).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.zeros((9, 4, 8), np.float32)
+    >>> cuflash.explain_varlen(x, x, x, [0, 5, 9], [0, 5, 9], causal=True).backend
+    'numpy'
+    """
+    check_flag("measure", measure)
+    offsets, maxima = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    home, call, _ = enter_packed(q, k, v, offsets, maxima, {}, scale, causal, window, softcap, modifiers, backend)
+    return explained(home, call, backend, measure)
+
+
+def explained(home: Home, call: Call, backend: str | None, measure: bool) -> Explanation:
+    """The explanation of a described call."""
+    if home.device is None:
+        return explained_on_host(home, call.problem, str(call.problem), measure)
+    found: Explanation = launcher().explain(call, backend, measure)
+    return found
+
+
+def explained_on_host(home: Home, problem: Problem, title: str, measure: bool) -> Explanation:
+    """The explanation of a call that the numpy backend computes, which is not measured."""
+    if measure:
+        raise UnsupportedError(
+            f"measure=True times kernels on an NVIDIA GPU, but q is {home}; move the arrays there, or time the call itself, "
+            "as python -m cuflash explain --measure does"
+        )
     refused = f"computes on an NVIDIA GPU, but q is {home}"
-    return Explanation(
-        backend="numpy",
-        reasons={name: refused for name in BACKENDS if name != "numpy"},
-        problem=str(call.problem),
-        device="the host",
-    )
+    return explanation.of_host(problem, title, {name: refused for name in BACKENDS if name != "numpy"})
 
 
 _launch: Any = None  # cuflash.launch, once a call on a device has imported it whole
+_replay: Any = None  # cuflash.replay, likewise
 
 
 def launcher() -> Any:
-    """The module that runs calls on devices; importing it imports CuPy."""
+    """The module that runs calls on devices, where there are any; importing it imports CuPy."""
     global _launch
+    arrays.require_gpu()
     if _launch is None:
         from cuflash import launch
 
         _launch = launch
     return _launch
+
+
+def replays() -> Any:
+    """The module that runs repeated ones."""
+    global _replay
+    if _replay is None:
+        from cuflash import replay
+
+        _replay = replay
+    return _replay
 
 
 # ---- the steps they share --------------------------------------------------------------------------------------------
@@ -987,6 +1108,26 @@ def enter(
     `eight_bit` are the scales and the dtype of the result, in calls that take 8-bit arrays.
     """
     home, native = arrays.gather({"q": q, "k": k, "v": v, **given})
+    call, native = described(
+        home, native, scale, causal, window, softcap, modifiers, layout, backend, precision, eight_bit
+    )
+    return home, call, native
+
+
+def described(
+    home: Home,
+    native: dict[str, Any],
+    scale: Any,
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    modifiers: Any,
+    layout: Any,
+    backend: Any,
+    precision: Any = None,
+    eight_bit: tuple[Any, Any, Any, Any] | None = None,
+) -> tuple[Call, dict[str, Any]]:
+    """The same for arrays that have come in: what the call is, and its native arrays by name."""
     check_backend(backend, home)
     seq_axis = -3 if check_layout(layout) == "bshd" else -2
     seq_k = native["k"].shape[seq_axis] if native["k"].ndim >= 3 else MAX_SEQ
@@ -1008,7 +1149,7 @@ def enter(
         scales=None if eight_bit is None else arrays.native_scales(*eight_bit, home, dtype),
     )
     check_precision_there(call, home)
-    return home, call, {**native, **differentiable(chain)}
+    return call, {**native, **differentiable(chain)}
 
 
 def enter_packed(
@@ -1152,7 +1293,6 @@ def empty_statistics(home: Home, call: Call, shapes: Mapping[str, tuple[int, ...
     """New arrays for statistics, where the call's arrays are."""
     if home.device is None:
         return {name: np.empty(shape, call.problem.accumulator) for name, shape in shapes.items()}
-    arrays.require_gpu()
     made: dict[str, Any] = launcher().empty_statistics(call, shapes)
     return made
 
@@ -1176,7 +1316,6 @@ def run_forward(
             out = np.empty(in_layout(problem.out_shape, problem.layout), arrays.named_dtype(problem.out_dtype))
         to = None if out is None else canonical(out, problem.layout)
         return numpy_backend.forward(call, to, statistics=statistics, batch_invariant=batch_invariant)
-    arrays.require_gpu()
     to = None if out is None else canonical(out, problem.layout)
     result: tuple[Any, Any] = launcher().forward(call, to, with_lse, backend, statistics, batch_invariant)
     return result
@@ -1196,7 +1335,6 @@ def run_backward(
     if home.device is None:
         # Its sums have one order: always deterministic.
         return numpy_backend.backward(call, out, lse, dout, dlse, batch_invariant=batch_invariant)
-    arrays.require_gpu()
     return launcher().backward(call, out, lse, dout, dlse, deterministic, backend, batch_invariant)
 
 
@@ -1206,7 +1344,6 @@ def run_jvp(
     """Output, its tangent, log-sum-exp and its tangent, with the axes (*batch, heads, seq, ...)."""
     if home.device is None:
         return numpy_tangents.jvp(call, tangents, batch_invariant=batch_invariant)
-    arrays.require_gpu()
     found: tuple[Any, Any, Any, Any] = launcher().jvp(call, tangents, backend, batch_invariant)
     return found
 
@@ -1223,7 +1360,6 @@ def run_hvp(
     dout, dlse = canonical(native["dout"], call.problem.layout), native.get("dlse")
     if home.device is None:
         return numpy_tangents.hvp(call, dout, dlse, tangents, batch_invariant=batch_invariant)
-    arrays.require_gpu()
     return launcher().hvp(call, dout, dlse, tangents, backend, batch_invariant)
 
 

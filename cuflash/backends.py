@@ -10,7 +10,6 @@ from cuflash.errors import UnsupportedError
 from cuflash.place import Placed
 from cuflash.problem import NARROW, Problem
 from cuflash.schedules import mma, simt, split, wgmma
-from cuflash.variant import ITEMSIZE
 
 
 @dataclass(frozen=True)
@@ -33,45 +32,6 @@ class Device:
 
 #: shared memory per block by compute capability (CUDA C++ Programming Guide, "Technical Specifications")
 SHARED_LIMITS = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-
-
-#: floating-point operations per clock and multiprocessor, dense, by capability: 16-bit tensor cores, float32, float64
-RATES = {
-    75: (1024, 128, 4),
-    80: (2048, 128, 128),
-    86: (1024, 256, 4),
-    87: (1024, 256, 4),
-    89: (1024, 256, 4),
-    90: (4096, 256, 128),
-    100: (8192, 256, 128),
-    103: (8192, 256, 4),
-    120: (1024, 256, 4),
-    121: (1024, 256, 4),
-}
-
-
-#: products of 16-bit parts for one of float32 (schedules/split.py), by precision
-PRODUCTS = {None: 3, "tf32": 1}
-
-
-def floor_seconds(problem: Problem, device: Device) -> float | None:
-    """Time below which no forward of this problem can end: the larger of arithmetic and memory traffic at peak rates.
-
-    Hidden keys are counted as if they were visible, except that a causal mask halves the work.
-    """
-    if not (device.clock_hz and device.bytes_per_second and device.capability in RATES):
-        return None
-    itemsize = ITEMSIZE[problem.dtype]
-    tensor, *scalar = RATES[device.capability]
-    rate = 2 // itemsize * tensor if itemsize < 4 else scalar[itemsize // 8]
-    if problem.dtype == "float32" and device.capability >= 80:  # by products of float16 parts
-        rate = max(rate, tensor // PRODUCTS[problem.precision])
-    pairs = problem.batch_size * problem.heads_q * problem.seq_q * problem.seq_k
-    flops = 2 * pairs * (problem.head_dim + problem.head_dim_v) * (0.5 if problem.modifier("causal") else 1)
-    widths = problem.head_dim + problem.head_dim_v
-    elements = problem.batch_size * widths * (problem.heads_q * problem.seq_q + problem.heads_k * problem.seq_k)
-    arithmetic = flops / (rate * device.multiprocessors * device.clock_hz)
-    return max(arithmetic, elements * itemsize / device.bytes_per_second)
 
 
 def described_device(capability: int) -> Device:

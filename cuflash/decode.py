@@ -14,6 +14,7 @@ from cuflash import api, arrays, decode_problem, numpy_backend
 from cuflash.arrays import Home
 from cuflash.decode_problem import DecodeCall
 from cuflash.errors import ArgumentError
+from cuflash.explanation import Explanation
 from cuflash.modifiers import Modifier
 from cuflash.problem import canonical, check_array, dtype_name, in_layout
 
@@ -143,7 +144,6 @@ def attention_decode(
             to = canonical(np.empty(in_layout(problem.out_shape, problem.layout), call.q.dtype), problem.layout)
         o, lse = numpy_backend.decode(call, to)
     else:
-        arrays.require_gpu()
         o, lse = launcher().decode(call, to, return_lse, backend, key)
     if call.decode.seq_new:
         home.wait(native["k_cache"])
@@ -154,9 +154,72 @@ def attention_decode(
     return (out, home.give(lse)) if return_lse else out
 
 
+def explain_decode(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    lengths: Any = None,
+    *,
+    page_table: Any = None,
+    k_new: Any = None,
+    v_new: Any = None,
+    scale: float | None = None,
+    causal: bool | str = True,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    modifiers: Iterable[Modifier] = (),
+    layout: str = "bhsd",
+    backend: str | None = None,
+    measure: bool = False,
+) -> Explanation:
+    """How `attention_decode` would compute a call; as `explain`.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, lengths, page_table, k_new, v_new, scale, causal, window, softcap, modifiers, layout, backend
+        As for `attention_decode`; nothing is computed, and no cache is written.
+    measure
+        As for `explain`; lengths and table are those given, and random numbers stand for the caches, in as much memory again.
+
+    Returns
+    -------
+    Explanation
+        Readable when printed.  `grid` and `slices` depend on shapes alone: the blocks cut the keys of all entries into so many
+        slices at most.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedError
+        As `attention_decode` does, and `explain` for `measure`.
+
+    Notes
+    -----
+    The floor time is that of the keys within the lengths, which are read for it, on a device as well (arXiv:2307.08691,
+    section 2.3, and arXiv:2309.06180 for pages).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q, cache = np.zeros((1, 4, 1, 8), np.float32), np.zeros((1, 2, 32, 8), np.float32)
+    >>> cuflash.explain_decode(q, cache, cache, [20]).backend
+    'numpy'
+    """
+    api.check_flag("measure", measure)
+    given = {"k_cache": k_cache, "v_cache": v_cache, **api.present(k_new=k_new, v_new=v_new)}
+    home, native = arrays.gather({"q": q, **given})
+    api.check_backend(backend, home)
+    call = enter(home, native, lengths, page_table, scale, causal, window, softcap, api.keep(modifiers), layout, False)
+    check_written(call, home, native)
+    if home.device is None:
+        return api.explained_on_host(home, call.problem, str(call.decode), measure)
+    found: Explanation = launcher().explain(call, backend, measure)
+    return found
+
+
 def launcher() -> Any:
-    """The module that runs calls on devices; importing it imports CuPy."""
+    """The module that runs calls on devices, where there are any; importing it imports CuPy."""
     global _launch
+    arrays.require_gpu()
     if _launch is None:
         from cuflash import decode_launch
 

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import cupy
 from numpy import ndarray
 
-from cuflash import launch, tensormap
+from cuflash import explanation, floor, jit, launch, tensormap
 from cuflash.decode_plan import DecodePlan, decode_arrays, places_of, plan_decode
 from cuflash.decode_problem import DecodeCall
+from cuflash.explanation import Explanation
 from cuflash.plan import pointers_of
 from cuflash.problem import canonical
 
@@ -93,6 +94,36 @@ def decode(
 def run(plan: DecodePlan, pointers: dict[str, int]) -> None:
     """Launch on the current stream of the plan's device, which must be the current device."""
     launch.run(plan, {**pointers, **workspace(plan)})
+
+
+# ---- explaining --------------------------------------------------------------------------------------------------------
+def explain(call: DecodeCall, requested: str | None = None, measure: bool = False) -> Explanation:
+    """What a call on CuPy arrays would run, with the compiled kernel's registers and on request its time."""
+    problem, index = call.problem, call.q.data.device_id
+    with cupy.cuda.Device(index):
+        arrays = decode_arrays(call, launch.empty(problem.out_shape, problem, call.q.dtype), None)
+        plan = plan_decode(call.decode, launch.device(index), places_of(call, arrays), requested)
+        kernel = jit.load(plan.main.variant, index)
+        work = floor.work_of_decode(call, None if call.lengths is None else cupy.asnumpy(call.lengths))
+        ms = measured(plan, arrays) if measure else None
+    return explanation.of_plan(
+        plan,
+        str(call.decode),
+        registers=kernel.registers,
+        spilled_bytes=kernel.local_bytes,
+        floor_seconds=floor.seconds(problem, plan.device, work),
+        measured_ms=ms,
+    )
+
+
+def measured(plan: DecodePlan, arrays: Mapping[str, Any]) -> float:
+    """Milliseconds of a call on scratch data, caches included: new keys are appended to these."""
+    from cuflash import rehearsal
+
+    names = [name for name in ("q", "k", "v", "k_new", "v_new") if name in arrays]
+    stood_for = {name: rehearsal.scratch(arrays[name], seed) for seed, name in enumerate(names)}
+    pointers = pointers_of({**arrays, **stood_for})
+    return rehearsal.milliseconds(lambda: run(plan, pointers))
 
 
 # ---- repeated calls ----------------------------------------------------------------------------------------------------

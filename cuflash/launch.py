@@ -1,7 +1,4 @@
-"""Launch: plans on CuPy arrays, on the caller's current stream; nothing is synchronised, nothing allocated but results.
-
-A repeated plain forward goes from its arguments' signature straight to the launch (`replay`).
-"""
+"""Launch: plans on CuPy arrays, on the caller's current stream; nothing is synchronised, nothing allocated but results."""
 
 from __future__ import annotations
 
@@ -13,11 +10,10 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import cupy
-from numpy import ndarray
 
-from cuflash import jit
+from cuflash import explanation, floor, jit
 from cuflash.arrays import named_dtype
-from cuflash.backends import Device, floor_seconds, select
+from cuflash.backends import Device, select
 from cuflash.explanation import Explanation
 from cuflash.gradients import gradient_terms, gradients_type
 from cuflash.place import as_bytes
@@ -86,14 +82,14 @@ def launches(plan: Plan) -> tuple[Launch, ...]:
 
 def run(plan: Plan, pointers: Mapping[str, int]) -> None:
     """Launch the steps on the current stream of the plan's device, which must be the current device."""
+    current = cupy.cuda.get_current_stream()
     if "tile_counter" in plan.offsets:
-        pointers = {**pointers, "tile_counter": tile_counter(plan.device.index)}
+        pointers = {**pointers, "tile_counter": tile_counter(plan.device.index, current)}
     record = plan.arguments(pointers)
     argument = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(record)))
     arguments = ctypes.addressof(argument)  # the driver copies the record during the call
-    stream = cupy.cuda.get_current_stream().ptr
     for function, blocks, threads, shared_bytes in launches(plan):
-        cupy.cuda.driver.launchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, 0)
+        cupy.cuda.driver.launchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, current.ptr, arguments, 0)
 
 
 # ---- counters of tiles ----------------------------------------------------------------------------------------------
@@ -105,6 +101,7 @@ class TileCounters:
     """Counters of a device, all 0 while nobody uses them."""
 
     memory: Any
+    address: int
     unused: Iterator[int]
     owners: dict[tuple[int, int], int]  # by stream and, where threads have streams of their own, thread
 
@@ -112,33 +109,33 @@ class TileCounters:
 _tile_counters: dict[int, TileCounters] = {}
 
 
-def tile_counter(device: int) -> int:
+def tile_counter(device: int, stream: Any) -> int:
     """Address of the two words with which a persistent kernel gives out its tiles; 0 if there are none for it.
 
-    Launches on one stream follow each other and share a counter, which each of them leaves as it was.  A captured launch may
-    run at any time, so it has one to itself.
+    Launches on one stream, which must be the current one, follow each other and share a counter, which each of them leaves as it
+    was.  A captured launch may run at any time, so it has one to itself.
     """
-    stream = cupy.cuda.get_current_stream()
-    per_thread = stream.ptr == cupy.cuda.runtime.streamPerThread
-    is_captured = stream.ptr > 1 and stream.is_capturing()  # the legacy stream, 0 or 1, cannot be
+    at, thread = stream.ptr, 0
+    is_captured = at > 1 and stream.is_capturing()  # the legacy stream, 0 or 1, cannot be
     counters = _tile_counters.get(device)
     if counters is None:
         if is_captured:
             return 0  # no memory is taken during a capture
         with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):  # they outlive what serves one call
             memory = cupy.zeros((COUNTERS, 2), cupy.uint32)
-        counters = TileCounters(memory, iter(range(COUNTERS)), {})
+        counters = TileCounters(memory, int(memory.data.ptr), iter(range(COUNTERS)), {})
         stream.synchronize()  # once: other streams find zeros
         counters = _tile_counters.setdefault(device, counters)
-    owner = (stream.ptr, threading.get_ident() if per_thread else 0)
-    index = None if is_captured else counters.owners.get(owner)
+    if at > 1 and at == cupy.cuda.runtime.streamPerThread:
+        thread = threading.get_ident()
+    index = None if is_captured else counters.owners.get((at, thread))
     if index is None:
         index = next(counters.unused, None)
         if index is None:
             return 0
         if not is_captured:
-            counters.owners[owner] = index
-    return int(counters.memory.data.ptr) + 8 * index
+            counters.owners[at, thread] = index
+    return counters.address + 8 * index
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------------
@@ -308,93 +305,33 @@ def sum_to(x: Any, shape: tuple[int, ...]) -> Any:
     return x.sum(axis=axes, keepdims=True) if axes else x
 
 
-# ---- repeated calls -------------------------------------------------------------------------------------------------
-class Replay(NamedTuple):
-    """A forward that ran before: its plan, and the results to allocate."""
-
-    plan: Plan
-    device: int
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...] | None
-
-
-_replays: dict[Any, Replay] = {}
-
-
-def signature(q: Any, k: Any, v: Any, mask: Any, bias: Any, options: tuple[Any, ...]) -> Any:
-    """What two calls have in common that run the same plan; None for calls that are not replayed."""
-    if any(type(x) is ndarray for x in options):  # whose text leaves digits out
-        return None
-    key: list[Any] = [repr(options)]  # the text also tells 1 from True
-    for x in (q, k, v, mask, bias):
-        if x is not None:
-            if type(x) is not cupy.ndarray:
-                return None
-            memory = x.data
-            key += (x.shape, x.strides, x.dtype, memory.device_id, memory.ptr % 16)
-        key.append(None)
-    return tuple(key)
-
-
-def remember(key: Any, call: Call, out: Any, lse: Any, requested: str | None) -> None:
-    """Keep the plan of a forward that has just run."""
-    problem = call.problem
-    arrays = forward_arrays(call, canonical(out, problem.layout), lse)
-    if key is None or problem.scales or not is_mergeable(problem, arrays):
-        return
-    if len(_replays) >= 4096:
-        _replays.clear()
-    index = call.q.data.device_id
-    plan = plan_forward(problem, device(index), places_of(problem, arrays), requested)
-    _replays[key] = Replay(plan, index, out.shape, None if lse is None else problem.lse_shape)
-
-
-def replay(key: Any, q: Any, k: Any, v: Any, mask: Any, bias: Any) -> tuple[Any, Any] | None:
-    """Output in the caller's layout and lse of a call like one before; None if there was none, or on another device."""
-    found = _replays.get(key)
-    if found is None or cupy.cuda.runtime.getDevice() != found.device:
-        return None
-    out = cupy.empty(found.out_shape, q.dtype)
-    pointers = {"q": q.data.ptr, "k": k.data.ptr, "v": v.data.ptr, "out": out.data.ptr}
-    lse = None
-    if found.lse_shape is not None:
-        lse = cupy.empty(found.lse_shape, found.plan.problem.accumulator)
-        pointers["lse"] = lse.data.ptr
-    if mask is not None:
-        pointers["mask"] = mask.data.ptr
-    if bias is not None:
-        pointers["bias"] = bias.data.ptr
-    memory = workspace(found.plan)
-    pointers |= {name: x.data.ptr for name, x in memory.items()}
-    run(found.plan, pointers)
-    return out, lse
-
-
 # ---- explaining -----------------------------------------------------------------------------------------------------
-def explain(call: Call, requested: str | None = None) -> Explanation:
-    """What the forward of a call on CuPy arrays would run, with the compiled kernel's registers."""
-    problem = call.problem
-    with cupy.cuda.Device(call.q.data.device_id):
+def explain(call: Call, requested: str | None = None, measure: bool = False) -> Explanation:
+    """What the forward of a call on CuPy arrays would run, with the compiled kernel's registers and on request its time."""
+    problem, index = call.problem, call.q.data.device_id
+    with cupy.cuda.Device(index):
         arrays = forward_arrays(call, empty(problem.out_shape, problem, named_dtype(problem.out_dtype)), None)
         if not is_mergeable(problem, arrays):
             arrays = in_one_batch(problem, arrays)
-        plan = plan_forward(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
-        step = plan.main
-        kernel = jit.load(step.variant, plan.device.index)
-    seconds = floor_seconds(problem, plan.device)
-    config: Any = step.config
-    return Explanation(
-        backend=plan.backend,
-        reasons=plan.reasons,
-        problem=str(problem),
-        device=str(plan.device),
-        variant=step.variant.entry,
-        tile=(config.block_q, config.block_k),
-        grid=step.blocks,
-        threads=config.threads,
+        plan = plan_forward(problem, device(index), places_of(problem, arrays), requested)
+        kernel = jit.load(plan.main.variant, index)
+        work = floor.work_of_call(call, cupy.asnumpy)
+        ms = measured(plan, call, arrays) if measure else None
+    return explanation.of_plan(
+        plan,
+        str(problem),
         registers=kernel.registers,
         spilled_bytes=kernel.local_bytes,
-        shared_bytes=config.shared_bytes(ITEMSIZE[problem.dtype]),
-        floor_ms=None if seconds is None else 1e3 * seconds,
-        notes=() if config.aligned else ("rows are not 16-byte aligned: elements are copied one by one",),
+        floor_seconds=floor.seconds(problem, plan.device, work),
+        measured_ms=ms,
     )
+
+
+def measured(plan: Plan, call: Call, arrays: Mapping[str, Any]) -> float:
+    """Milliseconds of a forward whose queries, keys and values are replaced by scratch data; all else is only read."""
+    from cuflash import rehearsal
+
+    stood_for = {name: rehearsal.scratch(arrays[name], seed) for seed, name in enumerate(("q", "k", "v"))}
+    memory = workspace(plan)
+    pointers = arguments_of(call, {**arrays, **stood_for, **memory})
+    return rehearsal.milliseconds(lambda: run(plan, pointers))

@@ -37,8 +37,8 @@ CHAPTERS = {
         "explain",
         "Explanation",
     ),
-    "Packed sequences": ("attention_varlen", "attention_varlen_backward", "attention_varlen_vjp"),
-    "Decoding": ("attention_decode",),
+    "Packed sequences": ("attention_varlen", "attention_varlen_backward", "attention_varlen_vjp", "explain_varlen"),
+    "Decoding": ("attention_decode", "explain_decode"),
     "Results over parts of the keys": ("merge", "merge_backward", "merge_vjp"),
     "Looking inside": ("attention_statistics", "Statistics", "attention_weights"),
     "Modifiers": (

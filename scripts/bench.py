@@ -714,40 +714,48 @@ def host_time(session: Session) -> None:
     import cupy
 
     shape = Shape(1, 4, 4, 64, 64, 64, 64)
-    common: Row = {"direction": "forward", "dtype": "bfloat16", **asdict(shape), "causal": False}
-    calls: dict[str, Call] = {}
-    with session.part("host", "cuflash", **common):
+    common: Row = {"dtype": "bfloat16", **asdict(shape), "causal": False}
+    calls: dict[tuple[str, str], Call] = {}
+    with session.part("host", "cuflash", direction="forward", **common):
         data = Data.make(shape, "bfloat16", session.peers)
-        q, k, v, _ = data.arrays
-        calls["cuflash"] = lambda: cuflash.attention(q, k, v)
+        q, k, v, dout = data.arrays
         out = cupy.empty_like(q)
-        calls["cuflash, out="] = lambda: cuflash.attention(q, k, v, out=out)
+        result, lse = cuflash.attention(q, k, v, return_lse=True)
+        calls["cuflash", "forward"] = lambda: cuflash.attention(q, k, v)
+        calls["cuflash, out=", "forward"] = lambda: cuflash.attention(q, k, v, out=out)
+        calls["cuflash", "backward"] = lambda: cuflash.attention_backward(dout, q, k, v, result, lse)
         if session.peers:
             import torch
             from torch.nn.functional import scaled_dot_product_attention
 
-            tq, tk, tv, _ = data.tensors
-            calls["cuflash, torch tensors"] = lambda: cuflash.attention(tq, tk, tv)
-            calls["torch"] = lambda: scaled_dot_product_attention(tq, tk, tv)
+            *given, tdout = data.tensors
+            results = cuflash.attention(*given, return_lse=True)
+            leaves = [x.detach().requires_grad_() for x in given]
+            saved = scaled_dot_product_attention(*leaves)
+            calls["cuflash, torch tensors", "forward"] = lambda: cuflash.attention(*given)
+            calls["cuflash, torch tensors", "backward"] = lambda: cuflash.attention_backward(tdout, *given, *results)
+            calls["torch", "forward"] = lambda: scaled_dot_product_attention(*given)
+            calls["torch", "backward"] = lambda: torch.autograd.grad(saved, leaves, tdout, retain_graph=True)
         repeats = 5
         count = 100 if session.quick else 400
-        times: dict[str, list[float]] = {}
-        for name, call in calls.items():
-            with session.part("host", name, **common):
+        times: dict[tuple[str, str], list[float]] = {}
+        for key, call in calls.items():
+            with session.part("host", key[0], direction=key[1], **common):
                 for _ in range(20):
                     call()
-                times[name] = []
+                times[key] = []
         with torch.no_grad() if session.peers else contextlib.nullcontext():
             for _ in range(repeats):
-                for name in random.sample(list(times), len(times)):
+                for key in random.sample(list(times), len(times)):
                     cupy.cuda.runtime.deviceSynchronize()
                     start = time.perf_counter()
                     for _ in range(count):
-                        calls[name]()
-                    times[name].append(1e6 * (time.perf_counter() - start) / count)
+                        calls[key]()
+                    times[key].append(1e6 * (time.perf_counter() - start) / count)
         cupy.cuda.runtime.deviceSynchronize()
-        for name, values in times.items():
-            session.add("host", name, **common, us=statistics.median(values), calls=repeats * count)
+        for (name, direction), values in times.items():
+            row = {"direction": direction, **common}
+            session.add("host", name, **row, us=statistics.median(values), calls=repeats * count)
 
 
 FIRST_CALL = """
@@ -1038,7 +1046,7 @@ TARGETS = (
     Target("float32 forward : torch-efficient", "precision", {"direction": "forward"}, "torch-efficient", 0.9),
     Target("float32 backward : torch-efficient", "precision", {"direction": "backward"}, "torch-efficient", 0.9),
     Target("float64 forward : torch-math", "precision", {"direction": "forward"}, "torch-math", 1.0),
-    Target("host time of a call, us", "host", {}, measure="us", at_most=25.0),
+    Target("host time of a call, us", "host", {"direction": "forward"}, measure="us", at_most=25.0),
     Target("first call, empty cache, ms", "first call", {"cache": "empty", "direction": "forward"}, at_most=2500.0),
     Target("first call, filled cache, ms", "first call", {"cache": "filled", "direction": "forward"}, at_most=500.0),
 )

@@ -4,7 +4,7 @@
     python scripts/tables.py --check    # exit 1 if README.md is not what the results say
 
 A table stands between ``<!-- table: NAME TOPIC -->`` and ``<!-- end of table -->``.  NAME is a file in scripts/results/
-and TOPIC what its rows call so; or NAME is "package", and the table is printed from the package itself.
+and TOPIC what its rows call so; or NAME is "package", and the table is printed from the package itself, with what all files say.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def filled(document: str, results: Path) -> str:
 
     def printed(match: re.Match[str]) -> str:
         head, file, topic, tail = match.groups()
-        body = PACKAGE[topic]() if file == "package" else table(results / f"{file}.json", topic)
+        body = PACKAGE[topic](results) if file == "package" else table(results / f"{file}.json", topic)
         return f"{head}{body}\n{tail}"
 
     return MARKED.sub(printed, document)
@@ -137,7 +138,7 @@ GPUS = {
 }
 
 
-def support() -> str:
+def support(_: Path) -> str:
     """Which backend computes a dtype on a GPU, and what the backends differ in."""
     x = {dtype: problem_of(dtype) for dtype in (*DTYPES, NARROW)}
     lines = []
@@ -163,7 +164,10 @@ def support() -> str:
     differences.append(("`numpy`", "tiles in NumPy", "any", "always"))
     header = ("backend", "what it is", "largest head size", "backward repeats bit for bit")
     return "\n\n".join(
-        [markdown(("GPU", "architecture", *DTYPES, "8 bits, forward"), lines, left=7), markdown(header, differences, left=4)]
+        [
+            markdown(("GPU", "architecture", *DTYPES, "8 bits, forward"), lines, left=7),
+            markdown(header, differences, left=4),
+        ]
     )
 
 
@@ -173,7 +177,116 @@ def problem_of(dtype: str) -> Problem:
     return Problem(dtype, (1,), 8, 8, 1024, 1024, 64, 64, scale=0.125, modifiers=modifiers)
 
 
-def decode_support() -> str:
+#: a case in which most methods were measured
+MEASURED = {"head_dim": 128, "seq_q": 4096}
+ACCURACY = {"seq_q": 2048, "factor": 1}  # and that of rows of the topic accuracy
+#: files and topics in which speeds stand, the first that has a case counts, and those that have errors against float64
+SPEEDS = (
+    ("h200-hopper", ("hopper", "halves")),
+    ("h200-foundation", ("speed",)),
+    ("h200-precision", ("float32", "precision", "narrow")),
+)
+ERRORS = (("h200-accuracy", ("accuracy",)), ("h200-precision", ("float32", "precision", "narrow")))
+MEASURED_CAPABILITY = 90  # of the device on which they were
+
+
+def methods(results: Path) -> str:
+    """How each backend multiplies, by dtype and architecture, with speeds and errors where they were measured."""
+    lines, used = [], set()
+    for title, problem in multiplied():
+        for backend in backends.BACKENDS:
+            for method, capabilities in methods_of(problem, backend.name).items():
+                cells = ["-", "-"]
+                if MEASURED_CAPABILITY in capabilities:
+                    for column, (sources, key, form) in enumerate(
+                        ((ERRORS, "error", ".1e"), (SPEEDS, "tflops", ".0f"))
+                    ):
+                        found = [measured(results, sources, problem, backend.name, d, key) for d in DIRECTIONS]
+                        used |= {row[0] for row in found if row}
+                        values = [format(row[1], form) if row else "-" for row in found]
+                        cells[column] = " / ".join(values) if any(found) else "-"
+                lines.append((title, f"`{backend.name}`", architectures(capabilities), method, *cells))
+    lines.append(("all", "`numpy`", "host", "matrix products of NumPy", "-", "-"))
+    header = ("dtype", "backend", "architecture", "products by", "error, forward / backward", "TFLOP/s")
+    return "\n\n".join([markdown(header, lines, left=4), *sources_of(results, sorted(used))])
+
+
+DIRECTIONS = ("forward", "backward")
+
+
+def multiplied() -> Iterator[tuple[str, Problem]]:
+    """Ordinary calls by the dtype and precision of their products."""
+    for dtype in DTYPES:
+        yield dtype, problem_of(dtype)
+        if dtype == "float32":
+            yield '`"tf32"`', replace(problem_of(dtype), precision="tf32")
+    yield NARROW, problem_of(NARROW)
+
+
+def methods_of(problem: Problem, backend: str) -> dict[str, list[int]]:
+    """Capabilities on which a backend takes a problem, by how it multiplies there."""
+    found: dict[str, list[int]] = {}
+    for capability in backends.SHARED_LIMITS:
+        methods = {direction: method_of(problem, backend, capability, direction) for direction in DIRECTIONS}
+        told = [method for method in methods.values() if method]
+        if methods["forward"]:
+            found.setdefault("; backward by ".join(dict.fromkeys(told)), []).append(capability)
+    return found
+
+
+def method_of(problem: Problem, backend: str, capability: int, direction: str) -> str | None:
+    """How a backend multiplies in a direction; None where it does not take the problem."""
+    device, backward = backends.described_device(capability), direction == "backward"
+    if backward and problem.dtype == NARROW:  # which has no gradients
+        return None
+    try:
+        chosen, _ = backends.select(problem, device, {}, requested=backend, backward=backward)
+    except UnsupportedError:
+        return None
+    method: str = getattr(chosen.schedule_of(problem), direction)(problem, device.shared_limit, True).method
+    return method
+
+
+def architectures(capabilities: Sequence[int]) -> str:
+    """Their names, in few words."""
+    known = list(backends.SHARED_LIMITS)
+    if len(capabilities) > 1 and list(capabilities) == known[known.index(capabilities[0]) :]:
+        return f"sm_{capabilities[0]} and later"
+    return ", ".join(f"sm_{capability}" for capability in capabilities)
+
+
+def measured(
+    results: Path, sources: Any, problem: Problem, backend: str, direction: str, key: str
+) -> tuple[str, float] | None:
+    """The file that has a figure of the measured case, and the figure."""
+    chosen = backends.select(problem, backends.described_device(MEASURED_CAPABILITY), {})[0].name
+    wanted = {"system": "cuflash", "direction": direction, "dtype": problem.dtype, "causal": False, **MEASURED}
+    for file, topics in sources:
+        path = results / f"{file}.json"
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+        for topic in topics:
+            same = {**wanted, **ACCURACY} if topic == "accuracy" else wanted
+            for row in rows:
+                is_it = row["topic"] == topic and row.get(key) is not None
+                is_it = is_it and all(row.get(name) == value for name, value in same.items())
+                is_it = is_it and row["head_dim_v"] == row["head_dim"] and row["heads_k"] == row["heads_q"]
+                if is_it and row.get("backend", chosen) == backend and row.get("precision") == problem.precision:
+                    return file, row[key]
+    return None
+
+
+def sources_of(results: Path, files: Sequence[str]) -> list[str]:
+    """Where and when the figures of several files were measured."""
+    found = [(file, json.loads((results / f"{file}.json").read_text(encoding="utf-8"))) for file in files]
+    if not found:
+        return []
+    dates = ", ".join(f"`scripts/results/{file}.json` of {result['date']}" for file, result in found)
+    gpus = ", ".join(dict.fromkeys(result["gpu"] for _, result in found))
+    case = f"head size {MEASURED['head_dim']}, {MEASURED['seq_q']} queries and keys ({ACCURACY['seq_q']} for 16-bit errors)"
+    return [f"<sub>{gpus}; {case}, full; {dates}</sub>"]
+
+
+def decode_support(_: Path) -> str:
     """What computes decode calls, by dtype and the lowest compute capability."""
     lines = []
     for name, needed in (("mma", decode_plan.MMA_CAPABILITIES), ("simt", decode_plan.SIMT_CAPABILITIES)):
@@ -183,7 +296,7 @@ def decode_support() -> str:
     return markdown(("decode", *DTYPES, "largest head size"), lines, left=6)
 
 
-PACKAGE: dict[str, Callable[[], str]] = {"support": support, "decode": decode_support}
+PACKAGE: dict[str, Callable[[Path], str]] = {"support": support, "methods": methods, "decode": decode_support}
 
 
 # ---- printed from results --------------------------------------------------------------------------------------------
@@ -312,7 +425,8 @@ def memory(rows: list[Row]) -> str:
 
 def host(rows: list[Row]) -> str:
     """Host time of a small call."""
-    lines = [(name(row), f"{row['us']:.1f} us") for row in rows]
+    own = {"forward": "", "backward": ", backward"}
+    lines = [(name(row) + own[row["direction"]], f"{row['us']:.1f} us") for row in rows]
     return markdown(("a small call, repeated", "host time"), lines, left=1)
 
 

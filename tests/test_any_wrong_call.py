@@ -174,6 +174,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "modifiers": (None, 3, ALiBi([1.0]), [3], ["alibi"], [ALiBi], [None]),
     "batch_invariant": (1, None, "yes", 0.0),
     "return_lse": (1, None, "yes", 0.0),
+    "measure": (1, None, "yes", True),
     "deterministic": (1, "yes", 0.0),
     "maximum": (1, None),
     "entropy": ("x",),
@@ -275,7 +276,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "attention_vjp": (*COMMON, "backend", "batch_invariant", "return_lse", "deterministic"),
     "attention_statistics": (*COMMON, "backend", "batch_invariant", "maximum", "entropy", "column_sums"),
     "attention_backward": (*COMMON, "backend", "batch_invariant", "deterministic"),
-    "explain": (*COMMON, "backend"),
+    "explain": (*COMMON, "backend", "measure"),
     "attention_weights": COMMON,
 }
 WITH_OUT = ("attention", "attention_statistics")
@@ -440,6 +441,7 @@ PACKED_FUNCTIONS = {
     "attention_varlen": (*PACKED, "return_lse"),
     "attention_varlen_vjp": (*PACKED, "return_lse", "deterministic"),
     "attention_varlen_backward": (*PACKED, "deterministic"),
+    "explain_varlen": (*PACKED, "measure"),
 }
 
 
@@ -666,6 +668,8 @@ def test_decode_calls(kind: str) -> None:
         arguments, wrongs = drawn
         for wrong in wrongs:
             refuses(cuflash.attention_decode, arguments, wrong)
+            if not {"out", "checked", "return_lse"} & wrong.changes.keys():
+                refuses(cuflash.explain_decode, arguments, wrong)
 
     run()
 

@@ -208,7 +208,7 @@ def test_explain(capsys):
 def test_explain_measures_what_it_explains(capsys):
     code, out, _ = run(capsys, "explain", "1,2,1,40,50,16", "--dtype", "float32", "--causal", "--measure")
     assert code == 0
-    assert float(re.search(r"^measured: +([0-9.e-]+) ms$", out, re.MULTILINE)[1]) > 0
+    assert float(re.search(r"^measured: +([0-9.e-]+) ms\b", out, re.MULTILINE)[1]) > 0
     code, _, err = run(capsys, "explain", "1,2,1,40,50,16", "--capability", "90", "--measure")
     assert code == 2
     assert "only described" in err
@@ -287,6 +287,61 @@ def test_explain_counts_tiles_where_blocks_are_as_many_as_a_device_holds(capsys)
     assert f"{2 * 8 * -(-1000 // 128)} tiles" in forward
     assert f"{2 * 2 * -(-1001 // 128)}" in backward
     assert "tiles" not in backward
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("words", "shapes"),
+    [
+        (["--packed"], "q (4, 120, 16), k (2, 150, 16), v (2, 150, 24), scale 0.25, Causal(), Packed(count=3)"),
+        (["--decode"], "q (3, 4, 40, 16), k (3, 2, 50, 16), v (3, 2, 50, 24), scale 0.25, Causal(), bottom_right"),
+        (["--decode", "--page-size", "8"], "v (3, 2, 56, 24), scale 0.25, Causal(), bottom_right, bhsd, 21 pages of 8"),
+    ],
+    ids=str,
+)
+def test_explain_takes_packed_sequences_and_caches(capsys, words, shapes):
+    shape = ["3,4,2,40,50,16,24", "--causal", "--dtype", "float16"]
+    code, out, err = run(capsys, "explain", *shape, *words, "--measure")
+    assert code == 0, err
+    assert shapes in out
+    assert float(re.search(r"^measured: +([0-9.e-]+) ms\b", out, re.MULTILINE)[1]) > 0
+    code, out, err = run(capsys, "explain", *shape, *words, "--capability", "90")
+    assert code == 0, err
+    assert shapes in out
+    lines = out.splitlines()
+    directions = ("forward", "backward") if "--packed" in words else ("decode",)
+    assert [line.partition(":")[0] for line in lines[-len(directions) :]] == [
+        f"workspace of the {d}" for d in directions
+    ]
+    kernels = [line.split() for line in lines if line.startswith("cuflash_")]
+    main = {d: next(k for k in kernels if k[0].startswith(f"cuflash_{d}_") and "x" in k) for d in directions}
+    if "--decode" in words:
+        assert main["decode"][2] == "x"
+        assert main["decode"][5:7] == ["a", "multiprocessor"]
+        assert ("tensor maps" in out) == ("--page-size" not in words)
+        assert lines[-1].endswith("for each block")
+    else:
+        assert all("packed" in k[0] for k in kernels)
+        assert "whatever their lengths" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--page-size", "8"], "--page-size 8"),
+        (["--packed", "--page-size", "8"], "--page-size 8"),
+        (["--decode", "--page-size", "0"], "at least 1"),
+        (["--packed", "--picture", "x.png"], "leave out --packed"),
+        (["--decode", "--picture", "x.png"], "leave out --decode"),
+        (["--decode", "--packed"], "not allowed with argument"),
+        (["--decode", "--causal", "top_left"], "causal='top_left'"),
+    ],
+    ids=str,
+)
+def test_explain_refuses_what_does_not_go_together(capsys, words, reason):
+    code, out, err = run(capsys, "explain", "1,2,1,8,8,8", *words)
+    assert (code, out) == (2, "")
+    assert reason in err
 
 
 def test_explain_says_why_no_backend_takes_a_call(capsys):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import abi, instructions, plan, problem, reference, source
-from cuflash.backends import described_device, floor_seconds
+from cuflash import abi, floor, instructions, plan, problem, reference, source
+from cuflash.backends import described_device
 from cuflash.errors import ArgumentError, CuflashError, ShapeError, UnsupportedError
 from cuflash.modifiers import Scales
 from tests.cases import Case
@@ -228,7 +228,7 @@ def test_floor_counts_twice_the_rate():
     device = replace(described_device(90), clock_hz=1e9, bytes_per_second=1e18)
     wide = Case("", "float16", batch=(1,), seq_q=4096, seq_k=4096, head_dim=64).call()[0].problem
     narrow = Case("", "float8_e4m3fn", batch=(1,), seq_q=4096, seq_k=4096, head_dim=64).call()[0].problem
-    assert floor_seconds(narrow, device) == floor_seconds(wide, device) / 2
+    assert floor.seconds(narrow, device) == floor.seconds(wide, device) / 2
 
 
 def test_instructions():

@@ -689,7 +689,6 @@ class PlayedLaunch:
 def launch(monkeypatch: pytest.MonkeyPatch) -> PlayedLaunch:
     cupy = pytest.importorskip("cupy", reason="CuPy wraps the memory, and is in the extras named cuda12 and cuda13")
     played = PlayedLaunch()
-    monkeypatch.setattr(calls, "require_gpu", lambda: None)
     monkeypatch.setattr(calls, "_plans", {})
     monkeypatch.setattr(calls.api, "launcher", lambda: played)
     monkeypatch.setattr(cupy.cuda.runtime, "pointerGetAttributes", lambda pointer: SimpleNamespace(device=0))

@@ -332,6 +332,29 @@ def test_a_table_follows_its_results(tmp_path):
     assert tables.filled(filled, tmp_path) == filled
 
 
+def test_the_table_of_methods_follows_its_results(tmp_path):
+    """Methods are the package's; figures come from the files, of the case that is asked for, and are left out otherwise."""
+    table = tables.methods(tmp_path)
+    assert "<sub>" not in table
+    lines = table.splitlines()
+    assert lines[2] == "| float16 | `wgmma` | sm_90 | tensor cores by wgmma | - | - |"
+    dtypes = {line.split("|")[1].strip() for line in lines[2:]}
+    assert dtypes == {*problem.DTYPES, problem.NARROW, '`"tf32"`', "all"}
+    case = {"system": "cuflash", "dtype": "float32", "backend": "simt", "direction": "backward", "causal": False}
+    case |= {"topic": "float32", "head_dim": 128, "head_dim_v": 128, "heads_q": 8, "heads_k": 8, "seq_q": 4096}
+    row = case | {"tflops": 33.4, "error": 1.2e-6}
+    others = [{**row, "tflops": 99.0, name: x} for name, x in (("causal", True), ("seq_q", 1), ("precision", "tf32"))]
+    result = {"gpu": "G", "date": "today", "rows": [*others, {**row, "heads_k": 2, "error": 1.0}, row]}
+    (tmp_path / "h200-precision.json").write_text(json.dumps(result))
+    table = tables.methods(tmp_path)
+    assert (
+        "| float32 | `simt` | sm_75 and later | multiply-adds, without tensor cores | - / 1.2e-06 | - / 33 |" in table
+    )
+    assert "99" not in table
+    assert table.splitlines()[-1].startswith("<sub>G; head size 128, 4096 queries and keys")
+    assert "`scripts/results/h200-precision.json` of today" in table
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 def test_contributing_runs_a_kernel():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -464,7 +487,7 @@ def test_bench_judges_targets():
     for ms, verdict in ((2.9, "PASS"), (3.1, "MISS")):
         lines = bench.summary([row | {"system": "cuflash", "ms": ms, "tflops": 600 / ms}, peer]).splitlines()
         assert lines[1].endswith(verdict)
-    host = {"topic": "host", "system": "cuflash", "causal": False, **sizes}
+    host = {"topic": "host", "system": "cuflash", "direction": "forward", "causal": False, **sizes}
     assert bench.summary([host | {"us": 24.0}]).endswith("PASS")
     assert bench.summary([host | {"us": 26.0}]).endswith("MISS")
 

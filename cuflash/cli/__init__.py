@@ -89,6 +89,25 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("shape", type=parse, metavar="B,HQ,HK,SQ,SK,D[,DV]", help="sizes, as in bench")
     explain.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     add_options(explain)
+    form = explain.add_mutually_exclusive_group()
+    form.add_argument(
+        "--packed",
+        dest="form",
+        action="store_const",
+        const="packed",
+        default="attention",
+        help="the entries of the batch as sequences that are packed one after the other",
+    )
+    form.add_argument(
+        "--decode",
+        dest="form",
+        action="store_const",
+        const="decode",
+        help="SQ new queries over a cache of SK keys for each entry",
+    )
+    explain.add_argument(
+        "--page-size", type=int, metavar="N", help="with --decode: the cache lies in pages of N positions"
+    )
     explain.add_argument(
         "--capability",
         type=int,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import cuflash
-from cuflash import inspection, numpy_backend, picture, plan, problem
-from cuflash.backends import described_device
+from cuflash import arrays, decode_plan, decode_problem, explanation, inspection, numpy_backend, picture, plan, problem
+from cuflash.backends import Device, described_device
 from cuflash.cli import text
 from cuflash.cli.bench import Bench
 from cuflash.cli.machine import array_library, this_machine
@@ -24,41 +25,67 @@ MOST_SCORES = {"host": 1 << 21, "device": 1 << 28}  # that plain attention has t
 LENGTHS = 4  # each twice the one before
 
 
+#: explaining and computing, by what is explained
+CALLS: dict[str, tuple[Any, Any]] = {
+    "attention": (cuflash.explain, cuflash.attention),
+    "packed": (cuflash.explain_varlen, cuflash.attention_varlen),
+    "decode": (cuflash.explain_decode, cuflash.attention_decode),
+}
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the explanation."""
     options = {name: getattr(arguments, name) for name in ("causal", "window", "softcap", "scale")}
-    options["backend"] = arguments.backend
-    if arguments.picture:
-        picture.matplotlib("--picture", "figure")  # before anything is measured
-    tile = None
+    check(arguments)
     if arguments.capability is None:
         xp = array_library(this_machine())
-        q, k, v, _ = empty(xp, arguments.shape, arguments.dtype)
-        explained = cuflash.explain(q, k, v, **options)
+        explain, compute = CALLS[arguments.form]
+        positional, named = given(xp, arguments)
+        named |= {**options, "backend": arguments.backend}
+        explained = explain(*positional, **named, measure=arguments.measure and xp is not np)
+        if arguments.measure and xp is np:
+            numbers = [random_like(x) for x in positional]
+            ms = Clock(np).milliseconds(lambda: compute(*numbers, **named))
+            explained = replace(explained, measured_ms=ms)
         tile = explained.tile
         print(explained)
-        if arguments.measure:
-            print(measured(xp, arguments.shape, arguments.dtype, options, explained.floor_ms))
-    elif arguments.measure:
-        raise ArgumentError(f"--measure: a GPU of capability {arguments.capability} is only described; leave out one")
     else:
-        del options["backend"]
-        forward, backward = planned(arguments.shape, arguments.dtype, arguments.capability, arguments.backend, options)
-        config: Any = forward.main.config
-        tile = (config.block_q, config.block_k)
-        print(described(forward, backward))
+        plans, title = planned(arguments, described_device(arguments.capability), options)
+        tile = explanation.of_plan(plans[0], title).tile
+        print(described(plans, title))
     if arguments.picture:
-        options.pop("backend", None)
         draw(arguments, options, tile)
     return 0
 
 
-def measured(xp: Any, shape: Shape, dtype: str, options: dict[str, Any], floor_ms: float | None) -> str:
-    """How long the forward takes, and which share of that would be needed at best."""
-    q, k, v = (xp.asarray(x) for x in shape.arrays(dtype)[:3])
-    ms = Clock(xp).milliseconds(lambda: cuflash.attention(q, k, v, **options))
-    share = f", of which {floor_ms / ms:.0%} are the floor" if floor_ms else ""
-    return f"{'measured:':<11}{ms:.4g} ms{share}"
+def check(arguments: argparse.Namespace) -> None:
+    """Raise where options do not go together; before anything is measured."""
+    if arguments.measure and arguments.capability is not None:
+        raise ArgumentError(f"--measure: a GPU of capability {arguments.capability} is only described; leave out one")
+    if arguments.page_size is not None and (arguments.form != "decode" or arguments.page_size < 1):
+        raise ArgumentError(
+            f"--page-size {arguments.page_size}: positions of a page, at least 1, of a cache for --decode"
+        )
+    if arguments.picture:
+        if arguments.form != "attention":
+            raise ArgumentError(f"--picture: what attention does is drawn; leave out --{arguments.form}")
+        picture.matplotlib("--picture", "figure")
+
+
+def given(xp: Any, arguments: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
+    """Arrays of a call, by position and by name; those of numbers hold nothing."""
+    shape, dtype = arguments.shape, host_dtype(arguments.dtype)
+    if arguments.form == "packed":
+        lengths = {"q": shape.seq_q, "k": shape.seq_k, "v": shape.seq_k}
+        shapes = [(shape.batch * n, getattr(shape, x)[1], getattr(shape, x)[3]) for x, n in lengths.items()]
+        offsets = [np.arange(shape.batch + 1) * n for n in (shape.seq_q, shape.seq_k)]
+        return [*(xp.empty(sizes, dtype) for sizes in shapes), *offsets], {}
+    if arguments.page_size is None:
+        return list(empty(xp, shape, arguments.dtype)[:3]), {}
+    pages = -(-shape.seq_k // arguments.page_size)  # of an entry
+    table = np.arange(shape.batch * pages, dtype=np.int32).reshape(shape.batch, pages)
+    pools = [(table.size, x[1], arguments.page_size, x[3]) for x in (shape.k, shape.v)]
+    return [xp.empty(sizes, dtype) for sizes in (shape.q, *pools)], {"page_table": table}
 
 
 def empty(xp: Any, shape: Shape, dtype: str) -> tuple[Any, Any, Any, Any]:
@@ -67,56 +94,89 @@ def empty(xp: Any, shape: Shape, dtype: str) -> tuple[Any, Any, Any, Any]:
     return q, k, v, out
 
 
+def random_like(x: Any) -> Any:
+    """Numbers of normal distribution in place of none; integers as they are."""
+    return x if x.dtype.kind == "i" else np.random.default_rng(0).standard_normal(x.shape, np.float32).astype(x.dtype)
+
+
 def planned(
-    shape: Shape, dtype: str, capability: int, backend: str | None, options: dict[str, Any]
-) -> tuple[plan.Plan, plan.Plan]:
-    """Both directions on a GPU of that compute capability, planned without one and not compiled."""
-    device = described_device(capability)
-    q, k, v, out = empty(np, shape, dtype)
-    call = problem.describe(q, k, v, **options)
+    arguments: argparse.Namespace, device: Device, options: dict[str, Any]
+) -> tuple[tuple[plan.Plan, ...], str]:
+    """The forward and, where there is one, the backward on a GPU, planned without one and not compiled; the call in one line."""
+    positional, named = given(np, arguments)
+    q, k, v = positional[:3]
+    if arguments.form == "decode":
+        native = {"q": q, "k_cache": k, "v_cache": v}
+        table = named.get("page_table")
+        made = decode_problem.describe(native, None, table, **options, modifiers=(), layout="bhsd")
+        places = decode_plan.places_of(
+            made, decode_plan.decode_arrays(made, np.empty(made.problem.out_shape, q.dtype), None)
+        )
+        return (decode_plan.plan_decode(made.decode, device, places, arguments.backend),), str(made.decode)
+    if arguments.form == "packed":
+        offsets_q, offsets_k = positional[3:]
+        packed = arrays.native_packed(offsets_q, offsets_k, None, None, len(q), len(k), arrays.HOST)
+        call = problem.describe_packed(q, k, v, packed, **options)
+    else:
+        call = problem.describe(q, k, v, **options)
+    out_shape, layout = call.problem.out_shape, call.problem.layout
+    out = problem.canonical(np.empty(problem.in_layout(out_shape, layout), q.dtype), layout)
     lse = np.empty(call.problem.lse_shape, call.problem.accumulator)
-    forward = plan.plan_forward(
-        call.problem, device, plan.places_of(call.problem, plan.forward_arrays(call, out, lse)), backend
-    )
-    saved = {"out": out, "lse": lse, "dout": out, "dq": q, "dk": k, "dv": v}
-    backward = plan.plan_backward(
-        call.problem, device, plan.places_of(call.problem, plan.backward_arrays(call, **saved)), False, backend
-    )
-    return forward, backward
+    found = plan.forward_arrays(call, out, lse)
+    forward = plan.plan_forward(call.problem, device, plan.places_of(call.problem, found), arguments.backend)
+    saved = {"out": out, "lse": lse, "dout": out, "dq": call.q, "dk": call.k, "dv": call.v}
+    found = plan.backward_arrays(call, **saved)
+    backward = plan.plan_backward(call.problem, device, plan.places_of(call.problem, found), False, arguments.backend)
+    return (forward, backward), str(call.problem)
 
 
-def described(forward: plan.Plan, backward: plan.Plan) -> str:
+def described(plans: tuple[plan.Plan, ...], title: str) -> str:
     """What a plan of each direction says."""
-    facts = [("backend", forward.backend), ("problem", str(forward.problem)), ("device", str(forward.device))]
+    explained = explanation.of_plan(plans[0], title)
+    facts = [(name, getattr(explained, name)) for name in ("backend", "problem", "device", "method")]
+    facts += [(f"not {name}", why) for name, why in explained.reasons.items()]
     kernels = [
         (
             step.variant.entry,
             tile(step.config),
-            blocks(step, forward.problem),
+            blocks(step, one.problem),
             f"{step.config.threads}",
             text.size(step.config.shared_bytes(ITEMSIZE[step.variant.dtype])),
         )
-        for planned in (forward, backward)
-        for step in planned.steps
+        for one in plans
+        for step in one.steps
     ]
-    workspace = sum(backward.workspace().values())
     return "\n".join(
         [
-            text.facts([*facts, *((f"not {name}", why) for name, why in forward.reasons.items())]),
-            f"\n{text.table(('kernel', 'queries x keys', 'blocks', 'threads', 'shared memory'), kernels, indent='')}",
-            f"\nworkspace of the backward: {text.size(workspace)}",
+            text.facts([*facts, *(("note", note) for note in explained.notes)]),
+            f"\n{text.table(('kernel', 'queries x keys', 'blocks', 'threads', 'shared memory'), kernels, indent='')}\n",
+            *(f"workspace of the {one.main.variant.direction}: {workspace(one)}" for one in plans),
         ]
     )
 
 
+def workspace(planned: plan.Plan) -> str:
+    """Memory beside inputs and results; when decoding it follows from the blocks, of which a described device has no count."""
+    step, needed = planned.main, sum(planned.workspace().values())
+    return f"{text.size(needed / step.blocks)} for each block" if is_decode(step) else text.size(needed)
+
+
 def blocks(step: plan.Step, described: problem.Problem) -> str:
     """Blocks of the grid, or the tiles that are given out to as many blocks as a device holds."""
-    return f"{step.config.blocks(described)} tiles" if getattr(step.config, "persistent", False) else f"{step.blocks}"
+    config: Any = step.config
+    if is_decode(step):
+        return f"{config.blocks_per_sm} a multiprocessor"
+    return f"{config.blocks(described)} tiles" if getattr(config, "persistent", False) else f"{step.blocks}"
+
+
+def is_decode(step: plan.Step) -> bool:
+    """Whether a launch is of as many blocks as a device holds, whatever the call."""
+    return step.variant.direction == "decode"
 
 
 def tile(config: Any) -> str:
     """Queries and keys of one step of a kernel that has both."""
-    sizes = (getattr(config, "block_q", None), getattr(config, "block_k", None))
+    sizes = (getattr(config, "block_q", getattr(config, "rows", None)), getattr(config, "block_k", None))
     return " x ".join(map(str, sizes)) if None not in sizes else ""
 
 

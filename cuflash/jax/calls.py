@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from cuflash import api, numpy_backend
-from cuflash.arrays import require_gpu
 from cuflash.jax.ffi import Activity, Buffer, Frame, handler
 from cuflash.modifiers import Softcap, Window
 from cuflash.plan import (
@@ -226,7 +225,7 @@ def on_device(frame: Frame, direction: str) -> None:
     written = next((x.pointer for x in frame.results if x.nbytes), None)
     if written is None:
         return
-    require_gpu()
+    launch = api.launcher()
     import cupy
 
     device = cupy.cuda.runtime.pointerGetAttributes(written).device
@@ -237,7 +236,7 @@ def on_device(frame: Frame, direction: str) -> None:
         if plan is not None:
             pointers = {name: x.pointer for name, x in zip(names, buffers, strict=True)}
             needed = {name: workspace.take(size) for name, size in plan.workspace().items()}
-            api.launcher().run(plan, pointers | needed)
+            launch.run(plan, pointers | needed)
             return
         # Whatever this thread has CuPy allocate is XLA's memory, too.
         with cupy.cuda.using_allocator(lambda size: memory_at(workspace.take(size), size, device)):

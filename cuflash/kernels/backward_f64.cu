@@ -85,11 +85,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const auto load_queries = [&](int head, int query_tile, int stage) {
     const auto q = source(p.q, place.offset(p.q, head), queries, p.head_dim);
     copy_tile<kHalfThreads, Config::kAligned>(shared.q[stage], q, query_tile * Config::kBlockQ, int(threadIdx.x));
-    if (int(threadIdx.x) < Config::kBlockQ)
-      copy_bytes<16>(&shared.statistics[stage][threadIdx.x],
-                     static_cast<const RowStatistics*>(p.statistics) +
-                         i64(number_of(head, query_tile)) * Config::kBlockQ + threadIdx.x,
-                     16);
+    const RowStatistics* rows =
+        static_cast<const RowStatistics*>(p.statistics) + i64(number_of(head, query_tile)) * Config::kBlockQ;
+    for (int row = int(threadIdx.x); row < Config::kBlockQ; row += kHalfThreads)
+      copy_bytes<16>(&shared.statistics[stage][row], rows + row, 16);
   };
   const auto skip_hidden = [&](int& head, int& query_tile, int& left) {  // in turns, they pass the turn on
     if constexpr (!Config::kDeterministic)

@@ -7,6 +7,11 @@ from typing import Protocol
 from cuflash.modifiers import Packed
 from cuflash.problem import Problem
 
+# By what kernels multiply: the main kernel of each direction tells it as `method`.
+MULTIPLY_ADDS = "multiply-adds, without tensor cores"
+MMA = "tensor cores by mma.sync"
+WGMMA = "tensor cores by wgmma"
+
 
 class Config(Protocol):
     """A frozen dataclass of ints and bools, compiled in, with the formulas that follow from them."""

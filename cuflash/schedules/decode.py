@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cuflash import tuning
 from cuflash.errors import UnsupportedError
 from cuflash.problem import Problem
-from cuflash.schedules.base import padded, tiles
+from cuflash.schedules.base import MMA, MULTIPLY_ADDS, padded, tiles
 from cuflash.schedules.mma import STEP, tile_bytes
 from cuflash.tensormap import PANEL_ALIGNMENT, panel_bytes
 
@@ -56,6 +56,10 @@ class Decode:
         """Rows of the parts that so many blocks may leave."""
         return 2 * blocks * self.rows
 
+    def slices(self, blocks: int) -> int:
+        """Slices that so many blocks cut the keys into at most; `head_lanes` blocks walk the same one."""
+        return blocks // self.head_lanes
+
     def units(self, problem: Problem) -> int:
         """Entries of the batch times heads of the keys times tiles of packed rows."""
         return problem.batch_size * problem.heads_k * tiles(problem.seq_q * problem.group, self.rows)
@@ -76,6 +80,7 @@ class DecodeMma(Decode):
     """Constants of decode_mma.cu; head sizes are padded to a multiple of 16."""
 
     kernel = "decode_mma"
+    method = MMA
 
     tensor: bool = False  # blocks of keys come as boxes of a tensor map
 
@@ -99,6 +104,7 @@ class DecodeSimt(Decode):
     """Constants of decode_simt.cu; head sizes are padded to multiples of 8 and 32."""
 
     kernel = "decode_simt"
+    method = MULTIPLY_ADDS
 
     def shared_bytes(self, itemsize: int) -> int:
         """Dynamic shared memory of a block: the queries, and results."""

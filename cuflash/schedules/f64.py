@@ -8,7 +8,7 @@ from functools import cache
 from itertools import product
 
 from cuflash.problem import Problem
-from cuflash.schedules.base import key_tiles, padded
+from cuflash.schedules.base import MMA, key_tiles, padded
 
 SLOW = (
     99 * 1024
@@ -32,6 +32,7 @@ class BackwardF64:
     """
 
     kernel = "backward_f64"
+    method = MMA
     statistics_rows = 1  # each row has its shift and its delta side by side
 
     head_dim: int  # padded to a multiple of 16

@@ -8,7 +8,7 @@ from cuflash import tuning
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import Modifier, Written
 from cuflash.problem import NARROW, Problem
-from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
+from cuflash.schedules.base import MMA, key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.steps import steps_of_head
 
 STEP = 16  # depth of one mma.m16n8k16, and height of its rows
@@ -25,6 +25,7 @@ class ForwardMma:
     """Constants of forward_mma.cu; head sizes are padded to a multiple of 16."""
 
     kernel = "forward_mma"
+    method = MMA
 
     head_dim: int
     head_dim_v: int
@@ -63,6 +64,8 @@ class ForwardMma:
 @dataclass(frozen=True)
 class ForwardMmaNarrow(ForwardMma):
     """The same for 8-bit inputs: values come in steps, the head size of the scores is padded to a multiple of 32."""
+
+    method = f"{MMA}, of weights rounded to 8 bits as well"
 
     def shared_bytes(self, itemsize: int) -> int:
         keys = tile_bytes(self.block_k, self.head_dim, itemsize) + self.block_k * self.chunk * itemsize
@@ -138,6 +141,7 @@ class BackwardMma:
     """Constants of backward_mma.cu; a warp owns block_k / warps keys, and a part of dQ's rows and columns."""
 
     kernel = "backward_mma"
+    method = MMA
     statistics_rows = 1  # each row has its shift and its delta side by side
 
     head_dim: int

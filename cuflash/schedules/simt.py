@@ -21,7 +21,7 @@ from cuflash.errors import UnsupportedError
 from cuflash.modifiers import Modifier, Written
 from cuflash.problem import Problem
 from cuflash.schedules import f64
-from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
+from cuflash.schedules.base import MMA, MULTIPLY_ADDS, key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.f64 import BackwardF64
 from cuflash.schedules.rows import BackwardConvertSimt
 
@@ -76,6 +76,10 @@ class ForwardSimt:
     maximum: bool = False  # also the largest score of each row
     entropy: bool = False  # also the entropy of each row's weights
     rest: bool = False  # only heads that forward_split.cu leaves
+
+    @property
+    def method(self) -> str:
+        return MMA if self.tensor else MULTIPLY_ADDS
 
     @property
     def statistics(self) -> bool:
@@ -222,6 +226,7 @@ class BackwardSimt:
     """
 
     kernel = "backward_simt"
+    method = MULTIPLY_ADDS
     statistics_rows = 1  # each row has its shift and its delta side by side
 
     head_dim: int  # padded to a multiple of 2 columns for each column of lanes, of keys and of queries

@@ -17,7 +17,7 @@ from cuflash.modifiers import KeyLengths
 from cuflash.place import Placed
 from cuflash.problem import Problem
 from cuflash.schedules import mma, simt
-from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
+from cuflash.schedules.base import MMA, key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.rows import BackwardConvertSimt
 from cuflash.schedules.simt import BackwardSimt, ForwardSimt
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cuflash.backends import Device
 
 STEP = mma.STEP
+PLANES = {1: "one float16 plane, one product", 2: "two float16 planes, three products"}
 MAX_HEAD_DIM = 256
 HALF = 2  # bytes of an element of a plane
 SPLIT_ROWS = 64  # of a block of split_magnitudes.cu and split_planes.cu
@@ -52,6 +53,10 @@ class ForwardSplit:
     score_part: int  # keys whose low parts are summed at once
     maximum: bool = False  # also the largest score of each row
     entropy: bool = False  # also the entropy of each row's weights
+
+    @property
+    def method(self) -> str:
+        return f"{PLANES[self.planes]} on {MMA}"
 
     @property
     def statistics(self) -> bool:
@@ -96,6 +101,10 @@ class BackwardSplit:
     blocks_per_sm: int
     exact: bool  # the planes are as wide as the padded heads
     deterministic: bool = False  # blocks add to dq in turns
+
+    @property
+    def method(self) -> str:
+        return f"{PLANES[self.planes]} on {MMA}"
 
     @property
     def threads(self) -> int:

@@ -14,7 +14,7 @@ from cuflash.errors import UnsupportedError
 from cuflash.modifiers import Tile, Written
 from cuflash.place import Placed
 from cuflash.problem import Problem
-from cuflash.schedules.base import key_tiles, padded, query_tiles, tiles
+from cuflash.schedules.base import WGMMA, key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.mma import BackwardConvert, is_rich, keeps_scores
 from cuflash.schedules.steps import steps_of_head
 from cuflash.tensormap import PANEL_ALIGNMENT, PANEL_COLUMNS, panel_bytes
@@ -51,6 +51,7 @@ class ForwardWgmma:
     """Constants of forward_wgmma.cu; head sizes are padded to a multiple of 16, in memory to whole panels."""
 
     kernel = "forward_wgmma"
+    method = WGMMA
 
     head_dim: int
     head_dim_v: int
@@ -101,6 +102,8 @@ class ForwardWgmma:
 class ForwardWgmmaNarrow(ForwardWgmma):
     """The same for 8-bit inputs: values come in steps, the head size of the scores is padded to a multiple of 32."""
 
+    method = f"{WGMMA}, of weights rounded to 8 bits as well"
+
     @property
     def box_rows(self) -> Mapping[str, int]:
         """Rows of a copy, by array; values have no map."""
@@ -125,6 +128,7 @@ class BackwardWgmma:
     """Constants of backward_wgmma.cu: two warpgroups of 64 keys each."""
 
     kernel = "backward_wgmma"
+    method = WGMMA
 
     head_dim: int
     head_dim_v: int

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import cuflash.jax
-from cuflash import source
+from cuflash import arrays, source
 from cuflash.backends import described_device
 from cuflash.jax import calls, ffi
 from cuflash.variant import ITEMSIZE
@@ -129,7 +129,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(launch, "cupy", cupy)
     monkeypatch.setattr(launch, "device", lambda _: described_device(80))
     monkeypatch.setattr(launch, "run", played.run)
-    monkeypatch.setattr(calls, "require_gpu", lambda: None)
+    monkeypatch.setattr(arrays, "require_gpu", lambda: None)
     monkeypatch.setattr(calls, "stream_of", lambda _: nullcontext())
     monkeypatch.setattr(calls, "_plans", {})
     monkeypatch.setattr(calls.Options, "describe", counted)

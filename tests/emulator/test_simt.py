@@ -118,6 +118,13 @@ def test_shipped_tiles(dtype, arch, head_dim):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("seq_k", [1, 30])
+def test_many_queries_of_few_keys(dtype, seq_k):
+    """Few keys bring few warps, which then have more rows of queries than threads."""
+    check(Case("short", dtype, batch=(), heads_q=2, heads_k=1, seq_q=129, seq_k=seq_k, head_dim=8), 90, (1, 3))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("head_dim", [200, 256])
 def test_wide_heads(dtype, head_dim):
     check(Case("wide", dtype, batch=(), heads_q=1, heads_k=1, seq_q=9, seq_k=40, head_dim=head_dim), 90, (1,))

@@ -301,7 +301,7 @@ def test_the_backend_that_runs_is_named(device: Device, kind: Kind) -> None:
     explanation = cuflash.explain(arrays["q"], arrays["k"], arrays["v"], **options)
     assert explanation.backend == kind.backend
     assert kind.backend not in explanation.reasons
-    assert kind.backend in explanation.variant
+    assert ("split" if kind == ("mma", "float32") else kind.backend) in explanation.variant
     assert explanation.registers
     assert explanation.spilled_bytes == 0
     assert "numpy" in explanation.reasons

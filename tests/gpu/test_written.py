@@ -96,11 +96,12 @@ def test_other_arrays_and_numbers_compile_nothing(device: Device, kind: Kind) ->
         device.get(cuflash.attention(q, k, v, modifiers=[own, MaskModifier("k <= q or k > 60")], backend=kind.backend))
         return time.perf_counter() - start
 
+    cuflash.attention(q, k, v, backend=kind.backend)  # compiles what prepares arrays
     before = jit_kernels()
     first = run(0.5, 0)
     made = jit_kernels()
     later = [run(0.5 + n, n) for n in range(1, 4)]
-    assert made == before + 1
+    assert made == before + (2 if kind == ("mma", "float32") else 1)  # one for heads that go to plain float32
     assert jit_kernels() == made
     assert first < 20
     assert max(later) < max(0.3, first / 2)
