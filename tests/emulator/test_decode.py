@@ -238,7 +238,8 @@ def test_strides_of_results(target, strides):
 
 
 # ---- the test of the tests ---------------------------------------------------------------------------------------------
-SLICES, RINGS, CACHE, PACKED, PARTIALS = (
+MMA, SLICES, RINGS, CACHE, PACKED, PARTIALS = (
+    "decode_mma.cu",
     "decode_slices.cuh",
     "decode_rings.cuh",
     "attention/cache.cuh",
@@ -248,7 +249,26 @@ SLICES, RINGS, CACHE, PACKED, PARTIALS = (
 SABOTAGES = (
     ("the count of arrivals stays", SLICES, "if (threadIdx.x == 0) *arrivals = 0;", ""),
     ("two parts of a block share a slot", SLICES, "slices.begin(first) < unit.begin ? 1 : 0", "false ? 1 : 0"),
-    ("the second of two searches looks at the first entries only", SLICES, "if (past) {", "if (past && false) {"),
+    ("a walk begins with the first of all entries", SLICES, "start = {u32(found * each),", "start = {0u,"),
+    (
+        "slices are as long as one that a launch has room for",
+        SLICES,
+        "return min(slice * length, total);",
+        "return slice * length;",
+    ),
+    (
+        "a part lies where the one in front of it does",
+        SLICES,
+        "kHeadLanes * i : slot_of(of)",
+        "kHeadLanes * 0 : slot_of(of)",
+    ),
+    ("a block counts what it has not written", SLICES, "if (of + i == share.slice) {", "if (false) {"),
+    (
+        "queries are those of the unit in front",
+        MMA,
+        "    at = min(end, unit.end);\n    request_queries();",
+        "    at = min(end, unit.end);",
+    ),
     ("queries are replaced while they are read", SLICES, "  __syncthreads();  // bases and sums of all warps", ""),
     ("outputs are added before they are there", SLICES, "  between();\n  __syncthreads();", "  between();"),
     ("parts do not change base", PARTIALS, "o[c] *= before;", ""),
@@ -259,9 +279,11 @@ SABOTAGES = (
     (
         "boxes are those of the first page",
         RINGS,
-        "at.batch = page_of(p, sequence, key / p.page_size);",
-        "at.batch = page_of(p, sequence, 0);",
+        "page = page_of(p, sequence, index);",
+        "page = page_of(p, sequence, 0);",
     ),
+    ("pages are those of the unit in front", RINGS, "if (!is_new && ++lane < 32) return;", "if (++lane < 32) return;"),
+    ("a page is looked up once in 32 blocks", RINGS, "__shfl_sync(0xffffffffu, page, lane)", "page"),
     ("new keys beyond the capacity are written", CACHE, "if (position >= p.seq_k) continue;", ""),
     (
         "new keys are read where they are being written",
@@ -303,7 +325,7 @@ def test_bugs_are_noticed(monkeypatch, _name, path, old, new):
     ]
 
     def run():
-        for case, arch in product(cases, (80, 90) if path == RINGS else (80,)):
+        for case, arch in product(cases, (80, 90) if path in (MMA, RINGS) else (80,)):
             check(case, device_of(arch), text=text, launches=2)
         read_a_page_far_outside(text)
 
