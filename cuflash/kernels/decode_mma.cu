@@ -80,6 +80,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   rings.announce(p);
   rings.open();
+  if constexpr (Config::kProgrammatic) {
+    // The next launch takes the places of blocks that end, and waits for all of them.  Every block waits, so that a launch
+    // that has ended tells the next one that those in front of it have.
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
+  }
   const Share share(p);
   if (share.begin == share.end) return append_share(p);
   const u32 end = share.end;

@@ -84,6 +84,7 @@ class DecodeMma(Decode):
 
     tensor: bool = False  # blocks of keys come as boxes of a tensor map
     queries_ahead: bool = False  # requested while the unit in front is worked on, where registers are left
+    programmatic: bool = False  # waits by itself for what lies in front of it, so that it may begin before
 
     @property
     def box_rows(self) -> Mapping[str, int]:
@@ -145,6 +146,7 @@ def mma(problem: Problem, device: Device, *, aligned: bool, page_size: int, appe
             aligned=aligned,
             tensor=mapped and page_size % tile.block_k == 0,
             queries_ahead=(has_narrow_tiles or head_dim_v <= 128) and head_dim <= 32 * tile.warps,
+            programmatic=device.capability >= 90,
         )
         if config.shared_bytes(2) <= device.shared_limit:
             return config

@@ -3,6 +3,8 @@
 Rings are mostly forced to be small, so that caches of a few hundred keys are cut into many slices.
 """
 
+import ctypes
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 
@@ -15,6 +17,8 @@ from tests.cases import STRIDES
 from tests.decode_cases import OPTIONS, PAGE_SIZES, DecodeCase, named
 from tests.emulator.build import EmulatorError
 from tests.emulator.decode import SEEDS, check, decode, device_of
+from tests.emulator.guards import live_buffers
+from tests.emulator.host import EmulatedKernel
 
 #: the kernel by mma.sync, and the plain one for every dtype
 TARGETS = ((80, "bfloat16"), (90, "float16"), (80, "float32"), (75, "float16"), (75, "float64"), (75, "bfloat16"))
@@ -235,6 +239,59 @@ def test_a_cache_that_is_broadcast():
 def test_strides_of_results(target, strides):
     arch, dtype = target
     check(named("causal", dtype=dtype), arch, (0, 1, 2), place=STRIDES[strides])
+
+
+# ---- what lies in front ----------------------------------------------------------------------------------------------
+WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
+OPENS = "__syncthreads(); if (threadIdx.x == 0) open_pages(); __syncthreads();"
+OPEN_PAGES = """
+extern "C" int mprotect(void*, unsigned long, int);
+struct Pages { void* address; unsigned long size; int rights; };
+extern "C" __device__ Pages closed_pages[256];
+Pages closed_pages[256];
+static void open_pages() {
+  for (Pages& x : closed_pages)
+    if (x.size) mprotect(x.address, x.size, x.rights);
+}
+"""
+PROGRAMMATIC = "  if constexpr (Config::kProgrammatic) {"
+SHARE = "  const Share share(p);\n"
+
+
+class Pages(ctypes.Structure):
+    """Of an array, and the rights to touch them that a kernel has once it has waited."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_ulong), ("rights", ctypes.c_int))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_nothing_is_touched_before_what_lies_in_front_has_ended(monkeypatch, waits):
+    """Arrays are closed until all threads of a block have waited; a kernel that looks at lengths before is found out."""
+    genuine = EmulatedKernel.launch
+
+    def text(variant):
+        found = source.build(variant)
+        assert [found.count(x) for x in (WAIT, PROGRAMMATIC, SHARE)] == [1, 1, 1]
+        if not waits:
+            found = found.replace(SHARE, "").replace(PROGRAMMATIC, SHARE + PROGRAMMATIC)
+        return OPEN_PAGES + found.replace(WAIT, OPENS)
+
+    def launch(kernel, *arguments, **options):
+        table, buffers = (Pages * 256).in_dll(kernel._library, "closed_pages"), live_buffers()
+        assert len(buffers) <= len(table)
+        for pages, buffer in zip(table, buffers, strict=False):
+            pages.address, pages.size, pages.rights = buffer.first, buffer.pages, buffer.rights
+            buffer.close()
+        try:
+            genuine(kernel, *arguments, **options)
+        finally:
+            for buffer in buffers:
+                buffer.reopen()
+
+    monkeypatch.setattr(EmulatedKernel, "launch", launch)
+    for name in ("causal", "append-in-pages"):
+        with nullcontext() if waits else pytest.raises(EmulatorError, match="array 'lengths'"):
+            check(named(name, dtype="float16", **LONG), device_of(90, 6), (0, 1), text=text)
 
 
 # ---- the test of the tests ---------------------------------------------------------------------------------------------
