@@ -84,6 +84,7 @@ _DECODE: Fields = (
     ("Pointer", "parts"),
     ("Pointer", "part_totals"),
     ("Pointer", "arrivals"),
+    ("int", "q_vectors"),
     ("int", "seq_new"),
     ("int", "page_size"),
     ("int", "pages"),

@@ -93,7 +93,8 @@ def decode(
 
 def run(plan: DecodePlan, pointers: dict[str, int]) -> None:
     """Launch on the current stream of the plan's device, which must be the current device."""
-    launch.run(plan, {**pointers, **workspace(plan)})
+    waits = getattr(plan.main.config, "programmatic", False)
+    launch.run(plan, {**pointers, **workspace(plan)}, launch.launch_programmatic if waits else None)
 
 
 # ---- explaining --------------------------------------------------------------------------------------------------------

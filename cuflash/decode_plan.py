@@ -83,6 +83,7 @@ def plan_decode(
     values = {
         **common_values(problem),
         "out_vectors": vectors(at["out"], 4),
+        "q_vectors": int(at["q"].aligned(16, 4) and problem.head_dim * at["q"].itemsize % 16 == 0),
         "seq_new": decode.seq_new,
         "page_size": decode.page_size,
         "pages": decode.pages,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import cupy
 
-from cuflash import explanation, floor, jit
+from cuflash import explanation, floor, jit, tensormap
 from cuflash.arrays import named_dtype
 from cuflash.backends import Device, select
 from cuflash.explanation import Explanation
@@ -80,16 +80,99 @@ def launches(plan: Plan) -> tuple[Launch, ...]:
     )
 
 
-def run(plan: Plan, pointers: Mapping[str, int]) -> None:
-    """Launch the steps on the current stream of the plan's device, which must be the current device."""
+def run(plan: Plan, pointers: Mapping[str, int], launch: Callable[..., None] | None = None) -> None:
+    """Launch the steps on the current stream of the plan's device, which must be the current device.
+
+    `launch` is called in place of CuPy's `launchKernel`.
+    """
     current = cupy.cuda.get_current_stream()
     if "tile_counter" in plan.offsets:
         pointers = {**pointers, "tile_counter": tile_counter(plan.device.index, current)}
     record = plan.arguments(pointers)
     argument = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(record)))
     arguments = ctypes.addressof(argument)  # the driver copies the record during the call
+    launch = launch or cupy.cuda.driver.launchKernel
     for function, blocks, threads, shared_bytes in launches(plan):
-        cupy.cuda.driver.launchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, current.ptr, arguments, 0)
+        launch(function, blocks, 1, 1, threads, 1, 1, shared_bytes, current.ptr, arguments, 0)
+
+
+# ---- launches that begin before what lies in front of them has ended -------------------------------------------------
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+MIN_PROGRAMMATIC_DRIVER = 12030  # CUDA 12.3: the first whose graphs hold such launches, which may be captured then
+
+
+class LaunchAttribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_uint32), ("padding", ctypes.c_uint32), ("value", ctypes.c_uint64 * 8))
+
+
+class LaunchConfig(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint32),
+    )
+
+
+_SERIALIZATION = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,))
+
+
+@lru_cache(maxsize=4096)
+def programmatic(
+    grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, stream: int
+) -> LaunchConfig:
+    """A programmatic launch but for its function and arguments; nobody changes it, so that threads share it."""
+    return LaunchConfig(grid, block, shared_bytes, stream, ctypes.addressof(_SERIALIZATION), 1)
+
+
+def launch_programmatic(
+    function: int,
+    grid_x: int,
+    grid_y: int,
+    grid_z: int,
+    block_x: int,
+    block_y: int,
+    block_z: int,
+    shared_bytes: int,
+    stream: int,
+    arguments: int,
+    extra: int,
+) -> None:
+    """CuPy's `launchKernel` for a kernel that itself waits for what lies in front of it, before it touches any array.
+
+    Its blocks may begin before those in front have ended: as these make room, or earlier if their kernel allows it.  Where the
+    driver does not know such launches this one is like any other, and the kernel finds nothing to wait for.  Source: CUDA
+    driver API, cuLaunchKernelEx; CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
+    """
+    launch = launch_kernel_ex()
+    if launch is None:
+        rest = (block_x, block_y, block_z, shared_bytes, stream, arguments, extra)
+        cupy.cuda.driver.launchKernel(function, grid_x, grid_y, grid_z, *rest)
+        return
+    config = programmatic((grid_x, grid_y, grid_z), (block_x, block_y, block_z), shared_bytes, stream)
+    code = launch(ctypes.byref(config), function, arguments, extra)
+    if code:
+        raise cupy.cuda.driver.CUDADriverError(code)
+
+
+@cache
+def launch_kernel_ex() -> Any:
+    """The driver's cuLaunchKernelEx; None where programmatic launches are not known, or cannot be captured."""
+    if cupy.cuda.runtime.driverGetVersion() < MIN_PROGRAMMATIC_DRIVER:
+        return None
+    try:
+        found = getattr(tensormap._driver(), "cuLaunchKernelEx", None)
+    except OSError:  # the driver's library has another name here
+        return None
+    if found is not None:
+        found.argtypes = (ctypes.c_void_p,) * 4
+    return found
 
 
 # ---- counters of tiles ----------------------------------------------------------------------------------------------

@@ -409,7 +409,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(module, "cupy", cupy)
     monkeypatch.setattr(launch.jit, "load", load)
     monkeypatch.setattr(launch, "device", lambda _: HOPPER)
-    monkeypatch.setattr(launch, "run", lambda p, pointers: state.runs.append((p, dict(pointers))))
+    monkeypatch.setattr(launch, "run", lambda p, pointers, _=None: state.runs.append((p, dict(pointers))))
     monkeypatch.setattr(rehearsal, "FLUSHED_BYTES", 512)
     monkeypatch.setattr(rehearsal, "LASTING", 21.0)
     decode_launch._workspaces.clear()

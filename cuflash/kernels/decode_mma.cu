@@ -79,43 +79,63 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   auto& rings = shared.rings;
 
   rings.announce(p);
-  const Share share(p, shared.merge.start);
+  rings.open();
+  if constexpr (Config::kProgrammatic) {
+    // The next launch takes the places of blocks that end, and waits for all of them.  Every block waits, so that a launch
+    // that has ended tells the next one that those in front of it have.
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
+  }
+  const Share share(p);
   if (share.begin == share.end) return append_share(p);
   const u32 end = share.end;
   u32 at = share.begin;  // where the next unit begins, or the rest of one
 
-  rings.open();
-  Start ahead = shared.merge.start;
+  Start ahead = share.start;
   u32 next = at + warp;  // block of keys that is copied next
   Source source(p, ahead, min(next, end - 1));
+  typename Rings<Config::kTensor>::Lookout lookout;
+  lookout.move(p, source.sequence, source.unit, next, true);
   const auto load = [&](int stage) {
-    if (next < end) {
-      if (next >= source.unit.end) source = Source(p, ahead, next);
-      rings.load(p, stage, source.sequence, source.unit, source.unit.key(next));
-    }
+    if (next < end) rings.load(p, stage, source.sequence, source.unit, next, lookout);
     rings.close_stage();
     next += Config::kWarps;
+    if (next >= end) return;
+    const bool is_new = next >= source.unit.end;
+    if (is_new) source = Source(p, ahead, next);
+    lookout.move(p, source.sequence, source.unit, next, is_new);
   };
 #pragma unroll 1
   for (int stage = 0; stage < Config::kStages; ++stage) load(stage);
-  append_share(p);
 
-  Start here = shared.merge.start;
+  Start here = share.start;
   u32 current = at + warp;  // block of keys that is worked on next
   int stage = 0;
   u32 phase = 0;
-  const auto load_q = [&] {
+  // Queries of the unit at `at`: requested early, put into the tile when nobody reads those before.
+  QueriesAhead<16, Config::kHeadDim> queries;
+  const bool is_early = Config::kQueriesAhead && p.q_vectors;
+  const auto request_queries = [&] {
+    if (at >= end || !is_early) return;
+    const Walk walk = moved_to(here, p, at);
+    queries.request(p, walk.sequence, Unit(p, walk, at));
+  };
+  const auto put_queries = [&] {
+    if (is_early) return queries.put(shared.q);
     if (at >= end) return;
     const Walk walk = moved_to(here, p, at);
     load_queries<16, Config::kHeadDim>(p, walk.sequence, Unit(p, walk, at),
                                        [&](int row, int column, Element x) { *shared.q.at(row, column) = x; });
   };
-  load_q();
+  request_queries();
+  append_share(p);
+  put_queries();
   __syncthreads();
   while (at < end) {
     const Walk walk(p, here);
     const Unit unit(p, walk, at);
     at = min(end, unit.end);
+    request_queries();
     const ScoreFragment s_at(0, 0);
     const OutFragment o_at;
     const PackedRows<ScoreFragment> rows(s_at, p, walk.sequence, unit.head_k, unit.first_row);
@@ -149,6 +169,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
         phase ^= 1;
       }
     }
-    finish_part(shared.merge, p, share, walk.sequence.entry(), unit, softmax, s_at, o, o_at, load_q);
+    finish_part(shared.merge, p, share, walk.sequence.entry(), unit, softmax, s_at, o, o_at, put_queries);
   }
 }

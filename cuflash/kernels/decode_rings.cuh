@@ -19,9 +19,15 @@ template <bool kTensor> struct Rings {
   static __device__ __forceinline__ void announce(const Params&) {}
   __device__ __forceinline__ void open() {}
 
-  // The block that begins with a key, into a stage.
-  __device__ __forceinline__ void load(const Params& p, int stage, const Sequence& sequence, const Unit& unit,
-                                       int key) {
+  // Where a warp's next blocks lie, looked up ahead: here, rows are looked up when they are copied.
+  struct Lookout {
+    __device__ __forceinline__ void move(const Params&, const Sequence&, const Unit&, u32, bool) {}
+  };
+
+  // The block at a place in the list, into a stage.
+  __device__ __forceinline__ void load(const Params& p, int stage, const Sequence& sequence, const Unit& unit, u32 at,
+                                       const Lookout&) {
+    const int key = unit.key(at);
     const StreamPolicy policy = createpolicy_evict_first();
     const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
     KeyRow row{nullptr, nullptr, false};
@@ -68,17 +74,38 @@ template <> struct Rings<true> {
     __syncwarp();
   }
 
-  template <class P>
-  __device__ __forceinline__ void load(const P& p, int stage, const Sequence& sequence, const Unit& unit, int key) {
-    if (threadIdx.x % 32 != 0) return;
-    BoxCorner at{0, key, unit.head_k, sequence.entry()};
-    if constexpr (Config::kPaged) {
-      at.batch = page_of(p, sequence, key / p.page_size);
-      at.row = key % p.page_size;
+  // Where a warp's next blocks lie, looked up ahead, so that no copy waits for the page table: each lane knows the page of one
+  // of the next 32 blocks of a unit.
+  struct Lookout {
+    int page = 0, row = 0;  // of the lane's block
+    int lane = 32;          // whose block is next
+
+    // After the warp has moved on to a block, of another unit or not.
+    __device__ __forceinline__ void move(const Params& p, const Sequence& sequence, const Unit& unit, u32 next,
+                                         bool is_new) {
+      if constexpr (!Config::kPaged) return;
+      if (!is_new && ++lane < 32) return;
+      lane = 0;
+      const u32 mine = next + threadIdx.x % 32 * Config::kWarps;
+      if (mine >= unit.end) return;
+      const int key = unit.key(mine), index = key / p.page_size;
+      page = page_of(p, sequence, index);
+      row = key - index * p.page_size;
     }
+    __device__ __forceinline__ BoxCorner corner(const Sequence& sequence, const Unit& unit, u32 at) const {
+      if constexpr (!Config::kPaged) return {0, unit.key(at), unit.head_k, sequence.entry()};
+      return {0, __shfl_sync(0xffffffffu, row, lane), unit.head_k, __shfl_sync(0xffffffffu, page, lane)};
+    }
+  };
+
+  template <class P>
+  __device__ __forceinline__ void load(const P& p, int stage, const Sequence& sequence, const Unit& unit, u32 at,
+                                       const Lookout& lookout) {
+    const BoxCorner corner = lookout.corner(sequence, unit, at);  // by all lanes
+    if (threadIdx.x % 32 != 0) return;
     mbarrier_arrive_expect_tx(barrier(stage), KeyTile::kBytes + ValueTile::kBytes);
-    copy_panels(k[warp()][stage], p.k_map, barrier(stage), at, CachePolicy::kEvictFirst);
-    copy_panels(v[warp()][stage], p.v_map, barrier(stage), at, CachePolicy::kEvictFirst);
+    copy_panels(k[warp()][stage], p.k_map, barrier(stage), corner, CachePolicy::kEvictFirst);
+    copy_panels(v[warp()][stage], p.v_map, barrier(stage), corner, CachePolicy::kEvictFirst);
   }
   __device__ __forceinline__ void close_stage() {}
 

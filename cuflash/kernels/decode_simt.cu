@@ -24,13 +24,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
 
-  const Share share(p, shared.merge.start);
+  const Share share(p);
   append_share(p);
   if (share.begin == share.end) return;
   const u32 end = share.end;
   u32 at = share.begin;  // where the next unit begins, or the rest of one
 
-  Start here = shared.merge.start;
+  Start here = share.start;
   u32 current = at + warp;  // block of keys that is worked on next
   const auto load_q = [&] {
     if (at >= end) return;

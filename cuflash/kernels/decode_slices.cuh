@@ -21,86 +21,59 @@ __device__ __forceinline__ u32 units_of(const Params& p) {
 }
 __device__ __forceinline__ u32 lane_of_heads() { return blockIdx.x % Config::kHeadLanes; }
 
-// The list cut into slices whose lengths differ by one at most, none of them empty unless the list is.  Warps take blocks of
-// keys in rounds: of all counts of slices that need as few rounds, the smallest, which leaves the fewest parts.
+// The list cut into slices of one length, the last of which may be shorter: as many rounds of a block's warps as the launch
+// needs for the whole list, so that there are as few slices as that allows, which leaves the fewest parts.
 struct Slices {
-  u32 count, length, longer;
+  u32 total, length;
 
-  __device__ __forceinline__ explicit Slices(u32 total) {
-    const u32 round = gridDim.x / Config::kHeadLanes * Config::kWarps, rounds = max(1u, (total + round - 1) / round);
-    count = max(1u, (total + rounds * Config::kWarps - 1) / (rounds * Config::kWarps));
-    length = total / count;
-    longer = total % count;
+  Slices() = default;
+  __device__ __forceinline__ explicit Slices(u32 all) : total(all) {
+    const u32 round = gridDim.x / Config::kHeadLanes * Config::kWarps;
+    length = max(1u, (total + round - 1) / round) * Config::kWarps;
   }
-  __device__ __forceinline__ u32 begin(u32 slice) const { return slice * length + min(slice, longer); }
-  __device__ __forceinline__ u32 holding(u32 at) const {
-    const u32 in_longer = longer * (length + 1);
-    return at < in_longer ? at / (length + 1) : longer + (at - in_longer) / length;
-  }
+  __device__ __forceinline__ u32 begin(u32 slice) const { return min(slice * length, total); }
+  __device__ __forceinline__ u32 holding(u32 at) const { return at / length; }
 };
 
-// Where a slice begins.
+// A place at which a walk over the list may begin.
 struct Start {
-  u32 total;  // length of the whole list
-  u32 entry;  // which entry of the batch
+  u32 entry;  // of the batch
   u32 begin;  // of that entry in the list
 };
 
-// By one warp: lengths are on the device, so that each block counts the list by itself.
-__device__ __forceinline__ Start find_start(const Params& p) {
-  const int lane = int(threadIdx.x) % 32;
-  const u32 units = units_of(p);
-  const auto blocks = [&](int entry) {
-    if (entry >= p.batch_size) return 0u;
-    const Range keys = blocks_of<Config::kBlockK>(p, Sequence(p, entry));
-    return u32(keys.end - keys.begin) * units;
-  };
-  u32 sum = 0;
-  for (int first = 0; first < p.batch_size; first += 32) sum += blocks(first + lane);
-  Start start{sum_over_lanes<32>(sum), 0, 0};
-  const Slices slices(start.total);
-  const u32 slice = blockIdx.x / Config::kHeadLanes;
-  if (slice >= slices.count) return start;
-  const u32 at = slices.begin(slice);
-  for (int first = 0; first < p.batch_size; first += 32) {
-    const u32 mine = blocks(first + lane);
+// This block's part of the list, [begin, end).  Lengths are on the device, so that every warp counts the list by itself: each
+// lane a few neighbouring entries.  `start` is at the first entry of the lane in whose entries the part begins, or before it.
+struct Share {
+  Slices slices;
+  u32 slice, begin, end;
+  Start start;
+
+  __device__ __forceinline__ explicit Share(const Params& p) {
+    const int each = (p.batch_size + 31) / 32, first = int(threadIdx.x) % 32 * each;
+    u32 mine = 0;
+#pragma unroll 4
+    for (int i = 0; i < each; ++i) mine += blocks_of_entry(p, first + i);
+    mine *= units_of(p);
     u32 until = mine;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const u32 before = __shfl_up_sync(0xffffffffu, until, step);
-      if (lane >= step) until += before;
+      if (int(threadIdx.x) % 32 >= step) until += before;
     }
-    const u32 past = __ballot_sync(0xffffffffu, start.begin + until > at);
-    if (past) {
-      const int found = __ffs(int(past)) - 1;
-      start.entry = first + found;
-      start.begin += __shfl_sync(0xffffffffu, until - mine, found);
-      return start;
-    }
-    start.begin += __shfl_sync(0xffffffffu, until, 31);
-  }
-  return start;
-}
-
-// This block's part of the list, [begin, end); all threads of the block make it.
-struct Share {
-  Slices slices;
-  u32 slice, begin, end;
-
-  __device__ __forceinline__ Share(const Params& p, Start& start) : slices(found(p, start).total) {
+    slices = Slices(__shfl_sync(0xffffffffu, until, 31));
     slice = blockIdx.x / Config::kHeadLanes;
-    begin = slice < slices.count ? slices.begin(slice) : 0;
-    end = slice < slices.count ? slices.begin(slice + 1) : 0;
+    begin = slices.begin(slice);
+    end = slices.begin(slice + 1);
+    const u32 past = __ballot_sync(0xffffffffu, until > begin);
+    const int found = past ? __ffs(int(past)) - 1 : 0;
+    start = {u32(found * each), __shfl_sync(0xffffffffu, until - mine, found)};
   }
 
  private:
-  static const __device__ __forceinline__ Start& found(const Params& p, Start& start) {
-    if (threadIdx.x < 32) {
-      const Start mine = find_start(p);
-      if (threadIdx.x == 0) start = mine;
-    }
-    __syncthreads();
-    return start;
+  static __device__ __forceinline__ u32 blocks_of_entry(const Params& p, int entry) {
+    if (entry >= p.batch_size) return 0;
+    const Range blocks = blocks_of<Config::kBlockK>(p, Sequence(p, entry));
+    return u32(blocks.end - blocks.begin);
   }
 };
 
@@ -141,8 +114,9 @@ struct Unit {
 
   __device__ __forceinline__ Unit(const Params& p, const Walk& walk, u32 at) {
     const u32 length = walk.blocks.end - walk.blocks.begin, tiles = row_tiles(p), index = (at - walk.begin) / length;
-    head_k = int(index / tiles * Config::kHeadLanes + lane_of_heads());
-    first_row = int(index % tiles) * Config::kRows;
+    const u32 head = tiles == 1 ? index : index / tiles;
+    head_k = int(head * Config::kHeadLanes + lane_of_heads());
+    first_row = int(index - head * tiles) * Config::kRows;
     first_block = walk.blocks.begin;
     begin = walk.begin + index * length;
     end = begin + length;
@@ -158,7 +132,7 @@ struct Unit {
 // Queries of a unit as rows of a tile, zeros behind the last; by all threads.
 template <int kTileRows, int kColumns, class Put>
 __device__ __forceinline__ void load_queries(const Params& p, const Sequence& sequence, const Unit& unit, Put put) {
-#pragma unroll 4
+#pragma unroll 1
   for (int index = int(threadIdx.x); index < kTileRows * kColumns; index += Config::kThreads) {
     const int row = index / kColumns, column = index % kColumns;
     Element x = {};
@@ -170,6 +144,35 @@ __device__ __forceinline__ void load_queries(const Params& p, const Sequence& se
   }
 }
 
+// The same in pieces of 16 bytes, which are on their way between a request and the time when they are put into the tile.
+template <int kTileRows, int kColumns> struct QueriesAhead {
+  static constexpr int kChunk = 16 / int(sizeof(Element)), kRowChunks = kColumns / kChunk;
+  static constexpr int kAll = kTileRows * kRowChunks, kMine = (kAll + Config::kThreads - 1) / Config::kThreads;
+  uint4 chunks[kMine];
+
+  __device__ __forceinline__ void request(const Params& p, const Sequence& sequence, const Unit& unit) {
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      const int index = int(threadIdx.x) + i * Config::kThreads, row = index / kRowChunks;
+      const int column = index % kRowChunks * kChunk;
+      chunks[i] = make_uint4(0, 0, 0, 0);
+      if (row < Config::kRows && is_packed_row(p, unit.first_row + row) && column < p.head_dim) {
+        const PackedRow packed = packed_row(p, unit.head_k, unit.first_row + row);
+        const Element* from = row_of<Element>(p.q, sequence.entry(), packed.head, packed.query) + column;
+        chunks[i] = *reinterpret_cast<const uint4*>(from);
+      }
+    }
+  }
+  template <class Tile> __device__ __forceinline__ void put(Tile& tile) const {
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      const int index = int(threadIdx.x) + i * Config::kThreads;
+      if (kAll % Config::kThreads == 0 || index < kAll)
+        *reinterpret_cast<uint4*>(tile.at(index / kRowChunks, index % kRowChunks * kChunk)) = chunks[i];
+    }
+  }
+};
+
 // ---- results ---------------------------------------------------------------------------------------------------------
 constexpr int kPiece = 16 / int(sizeof(Real));  // columns that a thread works on
 constexpr int kPieces = Config::kHeadDimV / kPiece;
@@ -179,7 +182,6 @@ struct MergeStorage {
   Chunk<Real> o[Config::kWarps][Config::kRows][kPieces + 1];  // the last one spreads rows over banks
   Real m[Config::kWarps][Config::kRows], l[Config::kWarps][Config::kRows];
   RowTotal total[Config::kRows];
-  Start start;
   u32 is_last;  // whether all other parts of the unit are in memory
 };
 
@@ -194,29 +196,31 @@ __device__ __forceinline__ Chunk<Real> merged_piece(const MergeStorage& merge, i
   return sum;
 }
 
-template <class T> struct alignas(sizeof(T) * kPiece) OutPiece { T at[kPiece]; };
+template <class T, int kWidth> struct alignas(sizeof(T) * kWidth) Columns { T at[kWidth]; };
 
-__device__ __forceinline__ void write_piece(const Params& p, int entry, const Unit& unit, int row, int piece,
-                                            const Real (&o)[kPiece], const RowTotal& total) {
+// Neighbouring columns of a row, from `column` on.
+template <int kWidth>
+__device__ __forceinline__ void write_columns(const Params& p, int entry, const Unit& unit, int row, int column,
+                                              const Real (&o)[kWidth], const RowTotal& total) {
   const PackedRow packed = packed_row(p, unit.head_k, unit.first_row + row);
   Element* to = row_of<Element>(p.out, entry, packed.head, packed.query);
   const RowEnd<kHasSinks> end(total, p, kHasSinks ? Sequence(p, entry).place : Place(), packed.head);
   const Real inverse = end.inverse();
-  const int column = piece * kPiece;
-  if (p.out_vectors && column + kPiece <= p.head_dim_v) {
-    OutPiece<Element> x;
+  if (p.out_vectors && column + kWidth <= p.head_dim_v) {
+    Columns<Element, kWidth> x;
 #pragma unroll
-    for (int c = 0; c < kPiece; ++c) x.at[c] = Rounded<Element>::of(o[c] * inverse);
-    *reinterpret_cast<OutPiece<Element>*>(to + column) = x;
+    for (int c = 0; c < kWidth; ++c) x.at[c] = Rounded<Element>::of(o[c] * inverse);
+    *reinterpret_cast<Columns<Element, kWidth>*>(to + column) = x;
   } else {
 #pragma unroll
-    for (int c = 0; c < kPiece; ++c)
+    for (int c = 0; c < kWidth; ++c)
       if (column + c < p.head_dim_v) to[(column + c) * p.out.column] = Rounded<Element>::of(o[c] * inverse);
   }
-  if (piece == 0 && p.lse.data) *row_of<Real>(p.lse, entry, packed.head, packed.query) = end.lse(p);
+  if (column == 0 && p.lse.data) *row_of<Real>(p.lse, entry, packed.head, packed.query) = end.lse(p);
 }
 
-constexpr int kParts = sizeof(Real) == 4 ? 12 : 6;  // that are under way at once
+// The parts of a unit are added up by half a piece in each thread, so that many of them are under way at once.
+constexpr int kHalf = kPiece / 2, kHalves = 2 * kPieces, kParts = sizeof(Real) == 4 ? 16 : 8;
 
 // The results of the warps for their part of a unit, [from, to) in the list, become one; a whole unit is written, of a cut
 // one the part is left, or the sum of all parts written.  `between` is run when all warps are done with the unit.
@@ -229,7 +233,7 @@ __device__ __forceinline__ void finish_part(MergeStorage& merge, const Params& p
   const u32 first = share.slices.holding(unit.begin), last = share.slices.holding(unit.end - 1);
   const bool whole = first == last;
   u32* const arrivals = static_cast<u32*>(p.arrivals) + first * Config::kHeadLanes + lane_of_heads();
-  u32 before = 0;
+  u32 before = 0;  // where all others are in already, this part need not be written
   if (!whole && threadIdx.x == 0) before = arrived(arrivals);
 
   softmax.finish();
@@ -264,7 +268,7 @@ __device__ __forceinline__ void finish_part(MergeStorage& merge, const Params& p
   if (whole) {
     for (int index = int(threadIdx.x); index < rows * kPieces; index += Config::kThreads) {
       const int row = index / kPieces, piece = index % kPieces;
-      write_piece(p, entry, unit, row, piece, merged_piece(merge, row, piece).at, merge.total[row]);
+      write_columns(p, entry, unit, row, piece * kPiece, merged_piece(merge, row, piece).at, merge.total[row]);
     }
     return;
   }
@@ -289,29 +293,36 @@ __device__ __forceinline__ void finish_part(MergeStorage& merge, const Params& p
     if (!merge.is_last) return;
   }
   if (threadIdx.x == 0) *arrivals = 0;
-  for (int index = int(threadIdx.x); index < rows * kPieces; index += Config::kThreads) {
-    const int row = index / kPieces, piece = index % kPieces;
-    RowUnion<kPiece> sum;
+  typedef Columns<Real, kHalf> Half;
+  for (int index = int(threadIdx.x); index < rows * kHalves; index += Config::kThreads) {
+    const int row = index / kHalves, half = index % kHalves;
+    const Chunk<Real> whole_piece = merged_piece(merge, row, half / 2);
+    RowUnion<kHalf> sum;
+#pragma unroll 1
     for (u32 of = first; of <= last; of += kParts) {
       RowTotal part[kParts];
-      Real x[kParts][kPiece];
+      Real x[kParts][kHalf];
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        const u32 from = slot_of(min(of + i, last)) * Config::kRows + row;
+        // Behind the first part lie those with slot 0, at equal distances.
+        const u32 slot = i ? 2 * (of * Config::kHeadLanes + lane_of_heads()) + 2 * Config::kHeadLanes * i : slot_of(of);
+        const u32 from = slot * Config::kRows + row;
         part[i] = no_keys();
-        Chunk<Real> o = {};
+        Half o = {};
+        if (of + i <= last) {
+          part[i] = load_written(totals + from);
+          o = load_written(reinterpret_cast<const Half*>(parts) + from * kHalves + half);
+        }
         if (of + i == share.slice) {
           part[i] = merge.total[row];
-          o = merged_piece(merge, row, piece);
-        } else if (of + i <= last) {
-          part[i] = load_written(totals + from);
-          o = load_written(parts + from * kPieces + piece);
+#pragma unroll
+          for (int c = 0; c < kHalf; ++c) o.at[c] = half % 2 ? whole_piece.at[kHalf + c] : whole_piece.at[c];
         }
 #pragma unroll
-        for (int c = 0; c < kPiece; ++c) x[i][c] = o.at[c];
+        for (int c = 0; c < kHalf; ++c) x[i][c] = o.at[c];
       }
       sum.template add<kParts>(part, x, p);
     }
-    write_piece(p, entry, unit, row, piece, sum.o, sum.all);
+    write_columns(p, entry, unit, row, half * kHalf, sum.o, sum.all);
   }
 }

@@ -50,7 +50,7 @@ class Decode:
         """A MergeStorage of decode_slices.cuh, whose sums take `real` bytes each."""
         outputs = self.warps * self.rows * (self.head_dim_v * real + 16)
         statistics = 2 * (self.warps + 1) * self.rows * real
-        return padded(outputs + statistics + 4 * 4, 16)
+        return padded(outputs + statistics + 4, 16)
 
     def part_rows(self, blocks: int) -> int:
         """Rows of the parts that so many blocks may leave."""
@@ -83,6 +83,8 @@ class DecodeMma(Decode):
     method = MMA
 
     tensor: bool = False  # blocks of keys come as boxes of a tensor map
+    queries_ahead: bool = False  # requested while the unit in front is worked on, where registers are left
+    programmatic: bool = False  # waits by itself for what lies in front of it, so that it may begin before
 
     @property
     def box_rows(self) -> Mapping[str, int]:
@@ -128,10 +130,11 @@ def mma(problem: Problem, device: Device, *, aligned: bool, page_size: int, appe
     describe (`mapped`) come as boxes where each block of keys lies in one page.
     """
     has_narrow_tiles = problem.seq_q * problem.group <= 8 or problem.head_dim_v > 192
+    head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
     for tile in tuning.DECODE_MMA:
         config = DecodeMma(
-            head_dim=padded(problem.head_dim, STEP),
-            head_dim_v=padded(problem.head_dim_v, STEP),
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
             rows=8 if has_narrow_tiles else 16,
             block_k=tile.block_k,
             warps=tile.warps,
@@ -142,6 +145,8 @@ def mma(problem: Problem, device: Device, *, aligned: bool, page_size: int, appe
             appends=appends,
             aligned=aligned,
             tensor=mapped and page_size % tile.block_k == 0,
+            queries_ahead=(has_narrow_tiles or head_dim_v <= 128) and head_dim <= 32 * tile.warps,
+            programmatic=device.capability >= 90,
         )
         if config.shared_bytes(2) <= device.shared_limit:
             return config

@@ -59,6 +59,7 @@ class GuardedBuffer:
         self.base = reserve_pages(self.mapped, shared=True)  # resident blocks run in processes of their own
         self.first, self.pages = self.base + PAGE, pages
         open_pages(self.first, pages)
+        self.rights = PROT_READ | PROT_WRITE
         self.name, self.nbytes = name, nbytes
         self.start = self.first if edge == "start" else self.first + (pages - nbytes) // alignment * alignment
         memory = (ctypes.c_ubyte * pages).from_address(self.first)
@@ -78,7 +79,15 @@ class GuardedBuffer:
         return [*(head - self.offset).tolist(), *(tail + self.nbytes).tolist()]
 
     def protect(self) -> None:
-        _libc.mprotect(self.first, self.pages, PROT_READ)
+        self.rights = PROT_READ
+        self.reopen()
+
+    def close(self) -> None:
+        """Let nobody touch the array until it is opened again."""
+        _libc.mprotect(self.first, self.pages, PROT_NONE)
+
+    def reopen(self) -> None:
+        _libc.mprotect(self.first, self.pages, self.rights)
 
 
 _live: weakref.WeakSet[GuardedBuffer] = weakref.WeakSet()
@@ -106,6 +115,11 @@ def check_guards(*buffers: GuardedBuffer) -> None:
             )
 
 
+def live_buffers() -> list[GuardedBuffer]:
+    """Those of all arrays that somebody still has."""
+    return list(_live)
+
+
 def describe_address(message: str) -> str:
     """A fault's message with the array next to the address that it names."""
     if not (m := re.search(r"bad address 0x([0-9a-f]+)", message)):
@@ -114,7 +128,7 @@ def describe_address(message: str) -> str:
     for buffer in _live:
         if buffer.base <= address < buffer.base + buffer.mapped:
             offset = address - buffer.start
-            place = "which is read-only" if 0 <= offset < buffer.nbytes else "outside it"
+            place = "which is read-only or closed" if 0 <= offset < buffer.nbytes else "outside it"
             return f"{message}: byte offset {offset} of array '{buffer.name}' of {buffer.nbytes} bytes, {place}"
     return message
 

@@ -3,6 +3,8 @@
 Rings are mostly forced to be small, so that caches of a few hundred keys are cut into many slices.
 """
 
+import ctypes
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 
@@ -15,6 +17,8 @@ from tests.cases import STRIDES
 from tests.decode_cases import OPTIONS, PAGE_SIZES, DecodeCase, named
 from tests.emulator.build import EmulatorError
 from tests.emulator.decode import SEEDS, check, decode, device_of
+from tests.emulator.guards import live_buffers
+from tests.emulator.host import EmulatedKernel
 
 #: the kernel by mma.sync, and the plain one for every dtype
 TARGETS = ((80, "bfloat16"), (90, "float16"), (80, "float32"), (75, "float16"), (75, "float64"), (75, "bfloat16"))
@@ -237,8 +241,62 @@ def test_strides_of_results(target, strides):
     check(named("causal", dtype=dtype), arch, (0, 1, 2), place=STRIDES[strides])
 
 
+# ---- what lies in front ----------------------------------------------------------------------------------------------
+WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
+OPENS = "__syncthreads(); if (threadIdx.x == 0) open_pages(); __syncthreads();"
+OPEN_PAGES = """
+extern "C" int mprotect(void*, unsigned long, int);
+struct Pages { void* address; unsigned long size; int rights; };
+extern "C" __device__ Pages closed_pages[256];
+Pages closed_pages[256];
+static void open_pages() {
+  for (Pages& x : closed_pages)
+    if (x.size) mprotect(x.address, x.size, x.rights);
+}
+"""
+PROGRAMMATIC = "  if constexpr (Config::kProgrammatic) {"
+SHARE = "  const Share share(p);\n"
+
+
+class Pages(ctypes.Structure):
+    """Of an array, and the rights to touch them that a kernel has once it has waited."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_ulong), ("rights", ctypes.c_int))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_nothing_is_touched_before_what_lies_in_front_has_ended(monkeypatch, waits):
+    """Arrays are closed until all threads of a block have waited; a kernel that looks at lengths before is found out."""
+    genuine = EmulatedKernel.launch
+
+    def text(variant):
+        found = source.build(variant)
+        assert [found.count(x) for x in (WAIT, PROGRAMMATIC, SHARE)] == [1, 1, 1]
+        if not waits:
+            found = found.replace(SHARE, "").replace(PROGRAMMATIC, SHARE + PROGRAMMATIC)
+        return OPEN_PAGES + found.replace(WAIT, OPENS)
+
+    def launch(kernel, *arguments, **options):
+        table, buffers = (Pages * 256).in_dll(kernel._library, "closed_pages"), live_buffers()
+        assert len(buffers) <= len(table)
+        for pages, buffer in zip(table, buffers, strict=False):
+            pages.address, pages.size, pages.rights = buffer.first, buffer.pages, buffer.rights
+            buffer.close()
+        try:
+            genuine(kernel, *arguments, **options)
+        finally:
+            for buffer in buffers:
+                buffer.reopen()
+
+    monkeypatch.setattr(EmulatedKernel, "launch", launch)
+    for name in ("causal", "append-in-pages"):
+        with nullcontext() if waits else pytest.raises(EmulatorError, match="array 'lengths'"):
+            check(named(name, dtype="float16", **LONG), device_of(90, 6), (0, 1), text=text)
+
+
 # ---- the test of the tests ---------------------------------------------------------------------------------------------
-SLICES, RINGS, CACHE, PACKED, PARTIALS = (
+MMA, SLICES, RINGS, CACHE, PACKED, PARTIALS = (
+    "decode_mma.cu",
     "decode_slices.cuh",
     "decode_rings.cuh",
     "attention/cache.cuh",
@@ -248,7 +306,26 @@ SLICES, RINGS, CACHE, PACKED, PARTIALS = (
 SABOTAGES = (
     ("the count of arrivals stays", SLICES, "if (threadIdx.x == 0) *arrivals = 0;", ""),
     ("two parts of a block share a slot", SLICES, "slices.begin(first) < unit.begin ? 1 : 0", "false ? 1 : 0"),
-    ("the second of two searches looks at the first entries only", SLICES, "if (past) {", "if (past && false) {"),
+    ("a walk begins with the first of all entries", SLICES, "start = {u32(found * each),", "start = {0u,"),
+    (
+        "slices are as long as one that a launch has room for",
+        SLICES,
+        "return min(slice * length, total);",
+        "return slice * length;",
+    ),
+    (
+        "a part lies where the one in front of it does",
+        SLICES,
+        "kHeadLanes * i : slot_of(of)",
+        "kHeadLanes * 0 : slot_of(of)",
+    ),
+    ("a block counts what it has not written", SLICES, "if (of + i == share.slice) {", "if (false) {"),
+    (
+        "queries are those of the unit in front",
+        MMA,
+        "    at = min(end, unit.end);\n    request_queries();",
+        "    at = min(end, unit.end);",
+    ),
     ("queries are replaced while they are read", SLICES, "  __syncthreads();  // bases and sums of all warps", ""),
     ("outputs are added before they are there", SLICES, "  between();\n  __syncthreads();", "  between();"),
     ("parts do not change base", PARTIALS, "o[c] *= before;", ""),
@@ -259,9 +336,11 @@ SABOTAGES = (
     (
         "boxes are those of the first page",
         RINGS,
-        "at.batch = page_of(p, sequence, key / p.page_size);",
-        "at.batch = page_of(p, sequence, 0);",
+        "page = page_of(p, sequence, index);",
+        "page = page_of(p, sequence, 0);",
     ),
+    ("pages are those of the unit in front", RINGS, "if (!is_new && ++lane < 32) return;", "if (++lane < 32) return;"),
+    ("a page is looked up once in 32 blocks", RINGS, "__shfl_sync(0xffffffffu, page, lane)", "page"),
     ("new keys beyond the capacity are written", CACHE, "if (position >= p.seq_k) continue;", ""),
     (
         "new keys are read where they are being written",
@@ -303,7 +382,7 @@ def test_bugs_are_noticed(monkeypatch, _name, path, old, new):
     ]
 
     def run():
-        for case, arch in product(cases, (80, 90) if path == RINGS else (80,)):
+        for case, arch in product(cases, (80, 90) if path in (MMA, RINGS) else (80,)):
             check(case, device_of(arch), text=text, launches=2)
         read_a_page_far_outside(text)
 

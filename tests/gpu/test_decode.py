@@ -327,6 +327,53 @@ def test_graphs_and_streams_do_not_share_what_blocks_leave(device: Device) -> No
 
 
 @needs_device
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_calls_read_what_those_in_front_have_written(device: Device, dtype: str) -> None:
+    """Each call's queries are the output in front, its keys were appended there, its lengths were just counted up.
+
+    Nothing is waited for, so that a launch may begin before the one in front has ended; waiting after each gives the same.
+    """
+    cupy = device.xp
+    rng = np.random.default_rng(0)
+    shapes = ((3, 1, 8, 128), (3, 4096, 2, 128), (3, 4096, 2, 128), (2, 3, 1, 2, 128))
+    initial = [cupy.asarray(rng.standard_normal(shape, np.float32).astype(dtype)) for shape in shapes]
+    q, k, v, new = (x.copy() for x in initial)
+    first = cupy.asarray(np.array([1000, 0, 3000], np.int32))
+    lengths = first.copy()
+
+    def steps(wait: bool) -> list[Any]:
+        for to, x in zip((q, k, v, new, lengths), (*initial, first), strict=True):
+            to[...] = x
+        found: list[Any] = []
+        for step in range(9):
+            options = {"k_new": new[step % 2], "v_new": new[1 - step % 2], "layout": "bshd"}
+            found.append(cuflash.attention_decode(found[-1] if found else q, k, v, lengths, **options))
+            if step % 3 == 2:
+                cupy.add(lengths, 1, out=lengths)
+                cupy.multiply(new, new.dtype.type(0.75), out=new)
+            if wait:
+                cupy.cuda.runtime.deviceSynchronize()
+        return [*found, k, v]
+
+    want = [device.get(x) for x in steps(wait=True)]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.runtime.deviceSynchronize()
+    with stream:
+        steps(wait=False)
+        stream.synchronize()
+        stream.begin_capture()
+        of_graph = steps(wait=False)
+        graph = stream.end_capture()
+        for _ in range(20):
+            for found in (steps(wait=False), of_graph):
+                if found is of_graph:
+                    graph.launch(stream)
+                stream.synchronize()
+                for x, y in zip(found, want, strict=True):
+                    assert device.get(x).tobytes() == y.tobytes()
+
+
+@needs_device
 def test_a_replayed_call_with_other_memory_is_checked_again(device: Device) -> None:
     cupy = device.xp
     made = named("append", dtype="float16", head_dim=64).make()

@@ -92,6 +92,14 @@ template <int kPending> __device__ __forceinline__ void cp_async_bulk_wait_group
 // Makes this thread's ordinary writes to shared memory visible to wgmma and bulk copies; a barrier must follow.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- griddepcontrol: a launch that may begin before the one in front of it has ended --------------------------------------
+// Until the launch in front has ended, and what it wrote may be read; at once, unless this one was launched so.
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next launch may begin as soon as there is room for it, if it was launched so, that is if it waits by itself.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // ---- wgmma --------------------------------------------------------------------------------------------------------------
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
