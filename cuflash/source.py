@@ -97,6 +97,14 @@ def _score(chain: list[type[Modifier]], direction: str) -> str:
     slope = " || ".join(f"{n}::kHasSlope" for n in names) or "false"
     place = "const Params& p, const Place& place, int q, int k, Real s"
     apply = "\n".join(f"    s = {n}::apply(p, place, q, k, s);" for n in names)
+    added = chain[-1].added if chain else ""
+    before = "\n".join(f"    s = {n}::apply(p, place, q, k, s);" for n in names[:-1])
+    by_rows = f"""  {_QUALIFIERS} const View& added(const Params& p) {{ return p.{added}; }}
+  {_QUALIFIERS} Real apply_before({place}) {{  // all but the last
+{before}
+    return s;
+  }}
+"""
     sloped = "\n".join(f"    s = {n}::apply_with_slope(p, place, q, k, s, slope);" for n in names)
     asked = [m for m in chain if issubclass(m, Written) and m.differentiable] if direction == "backward" else []
     keeps = asked and (
@@ -109,6 +117,7 @@ struct Score : ScoreGradients {{
   static constexpr bool kHasSlope = {slope};
   static constexpr bool kKeepsScores = {str(bool(keeps)).lower()};  // those that enter the chain
   static constexpr bool kHasCurvature = {str(is_curved).lower()};
+  static constexpr bool kAddsArray = {str(bool(added)).lower()};  // the last modifier adds an element of one
   {_QUALIFIERS} Real apply({place}) {{
 {apply}
     return s;
@@ -117,7 +126,7 @@ struct Score : ScoreGradients {{
 {sloped}
     return s;
   }}
-{_curvature(chain, place) if is_curved else ""}}};"""
+{by_rows if added else ""}{_curvature(chain, place) if is_curved else ""}}};"""
 
 
 def _curvature(chain: list[type[Modifier]], place: str) -> str:

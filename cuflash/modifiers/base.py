@@ -105,6 +105,8 @@ class Modifier:
     differentiable: ClassVar[tuple[str, ...]] = ()
     #: those of them that may have a tangent: what follows everything that has a slope
     movable: ClassVar[tuple[str, ...]] = ()
+    #: the array operand of which `apply` adds an element, if it does nothing else
+    added: ClassVar[str] = ""
     #: array operands of which rows or columns are no positions
     tables: ClassVar[tuple[str, ...]] = ()
     #: CUDA struct named like the class

@@ -18,6 +18,7 @@ class Bias(Modifier):
     fields: ClassVar[tuple[tuple[str, str], ...]] = (("View", "bias"),)
     differentiable: ClassVar[tuple[str, ...]] = ("bias",)
     movable: ClassVar[tuple[str, ...]] = ("bias",)
+    added: ClassVar[str] = "bias"
     cuda: ClassVar[str] = """
 struct Bias {
   static constexpr bool kHasSlope = false;

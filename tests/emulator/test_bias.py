@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
 from cuflash.backends import described_device
 from tests.cases import Case
 from tests.emulator.kernels import check
-from tests.emulator.test_mma import target_id
+from tests.emulator.test_mma import FORWARD, target_id
 from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
 from tests.emulator.test_simt import tile as simt_tile  # noqa: F401 (a fixture)
 
@@ -33,6 +34,21 @@ def case_of(pattern: str, dtype: str, head_dim: int = 24, **options: object) -> 
 def test_patterns(target: tuple[int, str], pattern: str) -> None:
     """One schedule for each pattern, another for the next."""
     check(case_of(pattern, target[1]), target[0], [PATTERNS.index(pattern) % 6])
+
+
+@pytest.mark.parametrize("pattern", [x for x in PATTERNS if x[3] == "k"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.0, "causal": True}], ids=["alone", "behind others"])
+def test_rows_in_pieces(mma_tile: Any, options: dict[str, object], pattern: str) -> None:  # noqa: F811
+    """Rows that start at multiples of 16 bytes, in tiles that lie inside and in one at the edge."""
+    mma_tile(FORWARD._replace(block_k=32))
+    check(case_of(pattern, "float16", seq_k=72, **options), 80, [1, 4])
+    check(
+        case_of(pattern, "bfloat16", 64, batch=(2,), seq_k=264, **options),
+        90,
+        [2],
+        requested="wgmma",
+        with_backward=False,
+    )
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

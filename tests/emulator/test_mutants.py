@@ -19,7 +19,7 @@ BACKWARD = tuning.BackwardTile(block_q=32, block_k=32, warps=2, query_warps=1, s
 TILES = {
     "two stages": (FORWARD, BACKWARD),
     "one stage": (FORWARD._replace(stages=1), BACKWARD._replace(stages=1, dout_stages=1)),
-    "two columns": (FORWARD, BACKWARD._replace(warps=4, query_warps=2)),
+    "two columns": (FORWARD._replace(block_k=32), BACKWARD._replace(warps=4, query_warps=2)),
 }
 CASES = {
     # lengths end inside a block, the rest is NaN; the last key outweighs the others
@@ -27,6 +27,7 @@ CASES = {
     "growing": Case("growing", "float16", heads_k=1, causal=True, values="dominant key late", scale=2.0, head_dim=24),
     "empty rows": Case("empty rows", "float16", heads_k=1, causal=True, seq_q=45, seq_k=33, dlse=True, head_dim=24),
     "wide values": Case("wide values", "float16", head_dim=8, head_dim_v=88),
+    "pieces": Case("pieces", "float16", bias="bhqk", seq_k=72, head_dim=24),
     "summed": Case("summed", "float16", bias="1hq1", head_dim=24),
     "modified": Case("modified", "float16", softcap=1.0, mask="hqk", bias="b1qk", window=(20, 9), head_dim=24),
     # many blocks add to one tile of queries, and with a window others to each
@@ -195,6 +196,8 @@ MUTANTS = [
          "element_at<Real>(view, offset, q, k);", "element_at<Real>(view, offset, k, q);", case="modified"),
     sown("backward_mma", "lanes are left out of the sums of a bias",
          "return x + __shfl_xor_sync(0xffffffffu, x, 16);", "return x;", case="summed"),
+    sown("forward_mma", "pieces of a bias's rows are not shared out",
+         "words[i] = upper ? other : words[i];", "", case="pieces", tile="two columns"),
     sown("forward_mma", "scores with a bias are not hidden",
          "s[i] = -infinity<Real>();", "", case="modified"),
     # ---- hardware

@@ -74,6 +74,54 @@ struct ScoreSlopes : Slopes<Fragment::kSize, Score::kHasSlope>,
 // `Score`, looked into only where it has second derivatives.
 template <class> struct WithCurvature : Score {};
 
+// `Score`, looked into only where its last modifier adds an element of an array.
+template <class> struct WithArray : Score {};
+
+// In place: products -> scores, where the last modifier adds an element of a 16-bit array whose columns are neighbours in memory,
+// or the same for all keys: rows come in 16-byte pieces or as one number.  Tells whether that is so; nothing is changed if not.
+template <class Item, class Fragment>
+__device__ __forceinline__ bool scores_by_rows(Real (&s)[Fragment::kSize], const Fragment& f, const Params& p,
+                                               const Place& place, Corner corner, Real scale) {
+  typedef WithArray<Fragment> Chain;
+  const View& view = Chain::added(p);
+  const int first_k = corner.k + f.first_column / 8 * 8;  // of the warp
+  const Item* const from = element_at<Item>(view, place.offset(view), 0, first_k);
+  const bool pieces = view.column == 1 && first_k + 8 * Fragment::kColumnBlocks <= place.seq_k(p) &&
+                      (reinterpret_cast<u64>(from) | u64(view.row * i64(sizeof(Item)))) % 16 == 0;
+  if (!pieces && view.column != 0) return false;
+#pragma unroll
+  for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+    const int q = min(corner.q + f.row(slot), place.seq_q(p) - 1);
+    const Item* const row = from + q * view.row;
+    const auto change = [&](int block, int of_pair, Item x) {
+      const int i = Fragment::block(slot / 2, block) + slot % 2 * 2 + of_pair;
+      const int k = Positions<Fragment>::k(f, corner, i);
+      s[i] = Chain::apply_before(p, place, q, k, s[i] * scale) + to_real(x);
+    };
+    if (pieces) {
+#pragma unroll
+      for (int first = 0; first < Fragment::kColumnBlocks; first += 4) {
+        const uint4 piece = *reinterpret_cast<const uint4*>(row + 8 * first + f.first_column % 8 * 4);
+        u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
+        Fragment::spread(words);
+#pragma unroll
+        for (int block = 0; block < 4; ++block) {
+          change(first + block, 0, Item{u16(words[block])});
+          change(first + block, 1, Item{u16(words[block] >> 16)});
+        }
+      }
+    } else {
+      const Item x = *row;
+#pragma unroll
+      for (int block = 0; block < Fragment::kColumnBlocks; ++block) {
+        change(block, 0, x);
+        change(block, 1, x);
+      }
+    }
+  }
+  return true;
+}
+
 // In place: products -> scores.  `open` tiles need no tests (attention/mask.cuh, tile_is_open), except those of masks that
 // have to be asked about each element.
 //
@@ -114,7 +162,10 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
   constexpr bool kMarks = kSloped || kKept;
   u32 masked[(Fragment::kSize + 31) / 32] = {};
   if constexpr (kMarks) for_each_masked([&](int i) { masked[i / 32] |= 1u << i % 32; });
-  if constexpr (!Score::kIdentity) {
+  bool is_done = Score::kIdentity;
+  if constexpr (Score::kAddsArray && Fragment::kSpreads && sizeof(OutElement) == 2 && !kMarks && !kCurved)
+    is_done = scores_by_rows<OutElement>(s, f, p, place, corner, scale);
+  if (!is_done) {
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) {
       const Corner at = existing(i);

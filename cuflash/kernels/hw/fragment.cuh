@@ -6,6 +6,7 @@
 
 template <int kTilesRow, int kTilesColumn, bool kIsTransposed = false> struct MmaFragment {
   static constexpr bool kTransposed = kIsTransposed;
+  static constexpr bool kSpreads = !kIsTransposed && kTilesColumn % 4 == 0;  // takes rows in 16-byte pieces
   static constexpr int kRowBlocks = kTilesRow, kColumnBlocks = kTilesColumn;
   static constexpr int kSize = kTilesRow * kTilesColumn * 4;
   static constexpr int kSlots = kTilesRow * 2;
@@ -33,6 +34,21 @@ template <int kTilesRow, int kTilesColumn, bool kIsTransposed = false> struct Mm
 
   // Swaps with the thread that holds the same columns of the next row, where this one is even, else of the row before.
   static __device__ __forceinline__ u32 of_neighbour_row(u32 x) { return __shfl_xor_sync(0xffffffffu, x, 4); }
+  // From 16-byte pieces of rows to the order of the accumulators: of 32 columns of a row, the lanes that share it hold eight
+  // 16-bit elements each, as pairs; word b becomes the thread's two columns of block b.
+  static __device__ __forceinline__ void spread(u32 (&words)[4]) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+      const bool upper = threadIdx.x & bit;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & bit) continue;
+        const u32 other = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[i ^ bit], bit);
+        words[i] = upper ? other : words[i];
+        words[i ^ bit] = upper ? words[i ^ bit] : other;
+      }
+    }
+  }
   // Whether it holds for any thread that shares a row with this one, and for as many more as vote at once.
   static __device__ __forceinline__ bool any(bool x) { return __any_sync(0xffffffffu, x); }
   template <class T> static __device__ __forceinline__ T row_max(T x) {
@@ -53,6 +69,7 @@ template <int kTilesRow, int kTilesColumn, bool kIsTransposed = false> struct Mm
 // Rows 0 to 7 of an MmaFragment of one row of blocks: all that a tile of 8 rows needs of a product of 16.
 template <int kTilesColumn> struct UpperFragment : MmaFragment<1, kTilesColumn> {
   static constexpr int kSize = kTilesColumn * 2, kSlots = 1;
+  static constexpr bool kSpreads = false;
   using MmaFragment<1, kTilesColumn>::MmaFragment;
 
   static __device__ __forceinline__ constexpr int slot(int) { return 0; }

@@ -18,7 +18,7 @@ template <class Lanes, int kRows_, int kColumns_, int kRowRun_, int kColumnRun_,
 struct FragmentSimt {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kRowRun = kRowRun_, kColumnRun = kColumnRun_;
   static constexpr int kSize = kRows * kColumns, kSlots = kRows;
-  static constexpr bool kTransposed = kIsTransposed;
+  static constexpr bool kTransposed = kIsTransposed, kSpreads = false;
   static constexpr int kTileRows = kRows * Lanes::kRows, kTileColumns = kColumns * Lanes::kColumns;  // of a warp
   static constexpr int kRowStep = Lanes::kRows * kRowRun, kColumnStep = Lanes::kColumns * kColumnRun;
   static_assert(kRows % kRowRun == 0 && kColumns % kColumnRun == 0, "whole runs");
