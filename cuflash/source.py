@@ -97,14 +97,8 @@ def _score(chain: list[type[Modifier]], direction: str) -> str:
     slope = " || ".join(f"{n}::kHasSlope" for n in names) or "false"
     place = "const Params& p, const Place& place, int q, int k, Real s"
     apply = "\n".join(f"    s = {n}::apply(p, place, q, k, s);" for n in names)
-    added = chain[-1].added if chain else ""
-    before = "\n".join(f"    s = {n}::apply(p, place, q, k, s);" for n in names[:-1])
-    by_rows = f"""  {_QUALIFIERS} const View& added(const Params& p) {{ return p.{added}; }}
-  {_QUALIFIERS} Real apply_before({place}) {{  // all but the last
-{before}
-    return s;
-  }}
-"""
+    added = chain[0].added if len(chain) == 1 else ""
+    by_rows = f"  {_QUALIFIERS} const View& added(const Params& p) {{ return p.{added}; }}\n"
     sloped = "\n".join(f"    s = {n}::apply_with_slope(p, place, q, k, s, slope);" for n in names)
     asked = [m for m in chain if issubclass(m, Written) and m.differentiable] if direction == "backward" else []
     keeps = asked and (
@@ -117,7 +111,7 @@ struct Score : ScoreGradients {{
   static constexpr bool kHasSlope = {slope};
   static constexpr bool kKeepsScores = {str(bool(keeps)).lower()};  // those that enter the chain
   static constexpr bool kHasCurvature = {str(is_curved).lower()};
-  static constexpr bool kAddsArray = {str(bool(added)).lower()};  // the last modifier adds an element of one
+  static constexpr bool kAddsArray = {str(bool(added)).lower()};  // and does nothing else
   {_QUALIFIERS} Real apply({place}) {{
 {apply}
     return s;

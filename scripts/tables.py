@@ -522,22 +522,24 @@ def turns(rows: list[Row]) -> str:
 
 def bias(rows: list[Row]) -> str:
     """What share of the speed without a bias is left with one of each broadcast shape."""
-    return shares(rows, "pattern", "axes of the bias", "without a bias", "with it")
+    return shares(rows, "pattern", "axes of the bias")
 
 
 def written(rows: list[Row]) -> str:
     """What share of an option's speed an expression has that does the same."""
-    return shares(rows, "form", "form", "built in", "written")
+    return shares(rows, "form", "form")
 
 
-def shares(rows: list[Row], key: str, *header: str) -> str:
-    """Times of two calls and the share of the first one's speed, a line for each shape, backend, direction and `key`."""
+def shares(rows: list[Row], key: str, header: str) -> str:
+    """The share of the first one's speed that the second of two calls has, a line for each `key`."""
+    columns = dict.fromkeys((row["backend"], row["head_dim"], row["direction"]) for row in rows)
+    found = {(row[key], row["backend"], row["head_dim"], row["direction"]): row for row in rows}
     lines = []
-    for row in rows:
-        times = [text.milliseconds(row[name]) for name in ("ms_free", "ms")]
-        place = (f"{seq_and_batch(row)}, {row['backend']}", row["direction"], row[key])
-        lines.append((*place, *times, f"{row['ms_free'] / row['ms']:.2f}"))
-    return markdown(("batch x heads x seq x head_dim", "direction", *header, "share"), lines, left=3)
+    for name in dict.fromkeys(row[key] for row in rows):
+        cells = (found.get((name, *column)) for column in columns)
+        lines.append((name, *("-" if row is None else f"{row['ms_free'] / row['ms']:.2f}" for row in cells)))
+    titles = (f"`{backend}` d {head_dim} {direction}" for backend, head_dim, direction in columns)
+    return markdown((header, *titles), lines, left=1)
 
 
 def onnx(rows: list[Row]) -> str:

@@ -37,7 +37,7 @@ def test_patterns(target: tuple[int, str], pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", [x for x in PATTERNS if x[3] == "k"])
-@pytest.mark.parametrize("options", [{}, {"softcap": 1.0, "causal": True}], ids=["alone", "behind others"])
+@pytest.mark.parametrize("options", [{}, {"mask": "hqk", "causal": True}], ids=["alone", "masked"])
 def test_rows_in_pieces(mma_tile: Any, options: dict[str, object], pattern: str) -> None:  # noqa: F811
     """Rows that start at multiples of 16 bytes, in tiles that lie inside and in one at the edge."""
     mma_tile(FORWARD._replace(block_k=32))

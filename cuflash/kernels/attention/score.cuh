@@ -74,16 +74,16 @@ struct ScoreSlopes : Slopes<Fragment::kSize, Score::kHasSlope>,
 // `Score`, looked into only where it has second derivatives.
 template <class> struct WithCurvature : Score {};
 
-// `Score`, looked into only where its last modifier adds an element of an array.
+// `Score`, looked into only where all it does is to add an element of an array.
 template <class> struct WithArray : Score {};
 
-// In place: products -> scores, where the last modifier adds an element of a 16-bit array whose columns are neighbours in memory,
-// or the same for all keys: rows come in 16-byte pieces or as one number.  Tells whether that is so; nothing is changed if not.
+// In place: products -> scores, where all that is done is to add an element of a 16-bit array whose columns are neighbours in
+// memory, or the same for all keys: rows come in 16-byte pieces or as one number.  Tells whether that is so; nothing is changed
+// if not.
 template <class Item, class Fragment>
 __device__ __forceinline__ bool scores_by_rows(Real (&s)[Fragment::kSize], const Fragment& f, const Params& p,
                                                const Place& place, Corner corner, Real scale) {
-  typedef WithArray<Fragment> Chain;
-  const View& view = Chain::added(p);
+  const View& view = WithArray<Fragment>::added(p);
   const int first_k = corner.k + f.first_column / 8 * 8;  // of the warp
   const Item* const from = element_at<Item>(view, place.offset(view), 0, first_k);
   const bool pieces = view.column == 1 && first_k + 8 * Fragment::kColumnBlocks <= place.seq_k(p) &&
@@ -95,8 +95,7 @@ __device__ __forceinline__ bool scores_by_rows(Real (&s)[Fragment::kSize], const
     const Item* const row = from + q * view.row;
     const auto change = [&](int block, int of_pair, Item x) {
       const int i = Fragment::block(slot / 2, block) + slot % 2 * 2 + of_pair;
-      const int k = Positions<Fragment>::k(f, corner, i);
-      s[i] = Chain::apply_before(p, place, q, k, s[i] * scale) + to_real(x);
+      s[i] = s[i] * scale + to_real(x);
     };
     if (pieces) {
 #pragma unroll
