@@ -73,7 +73,9 @@ def gradient_sums(
     """
     digits, of_scores = sum_digits(problem, operands, deterministic), score_operands(problem.modifiers)
     return {
-        name: ((*shape, digits), np.dtype(np.int64)) if digits and name in of_scores else (shape, np.dtype(problem.accumulator))
+        name: ((*shape, digits), np.dtype(np.int64))
+        if digits and name in of_scores
+        else (shape, np.dtype(problem.accumulator))
         for name, shape in gradient_terms(problem, operands).items()
     }
 

@@ -244,11 +244,12 @@ def _sums(variant: Variant, chain: list[type[Modifier]]) -> Iterator[str]:
     """
     written = any(issubclass(m, Written) and m.differentiable for m in chain)
     yield f"constexpr int kSumDigits = {getattr(variant.config, 'sum_digits', 0)}, kSumSpan = {40 if written else 14};"
+    yield '#include "hw/fixed.cuh"'
     yield '#include "attention/sums.cuh"'
 
 
 def _gradient_sums(chain: list[type[Modifier]]) -> Iterator[str]:
-    """`for_each_gradient_sum(p, f)` calls f with the view of the gradient of every operand of the scores, rows, columns, is_table."""
+    """`for_each_gradient_sum(p, f)` calls f(view, rows, columns, is_table) for the gradient of every operand of the scores."""
     calls = []
     for m in chain:
         if m.kind == "score" and issubclass(m, Written):

@@ -41,17 +41,16 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
 
   Bounds found{0, 0, 0, 0};
   if (is_query) {
-    const Real lse = static_cast<const Real*>(p.lse.data)[place.offset(p.lse) + row * p.lse.row];
-    if (lse == -infinity<Real>()) return;
+    if (sees_nothing(static_cast<const Real*>(p.lse.data)[place.offset(p.lse) + row * p.lse.row])) return;
     found.dout = largest_exponent(p.dout, place.offset(p.dout) + row * p.dout.row, p.head_dim_v);
     found.out = largest_exponent(p.out, place.offset(p.out) + row * p.out.row, p.head_dim_v);
     if (p.dlse.data)
       found.dlse = exponent_bits(static_cast<const Real*>(p.dlse.data)[place.offset(p.dlse) + row * p.dlse.row]);
   } else {
-    const Range seen = keys_seen_by_any(p, place, {0, p.seq_q});
-    if (row < seen.begin || row >= seen.end) return;
+    if (is_empty(seeing_queries(p, place, row))) return;
     found.v = largest_exponent(p.v, place.key_offset(p.v) + row * p.v.row, p.head_dim_v);
-    if (found.v) found.v += log_above(int(min(drop_scale(p), Real(1 << 30))));  // what is left of them weighs that much more
+    if (found.v)
+      found.v += log_above(int(min(drop_scale(p), Real(1 << 30))));  // what is left of them weighs that much more
   }
   if (threadIdx.x % 32 != 0) return;
   for (int of_all = 0; of_all < 2; ++of_all) {

@@ -84,7 +84,9 @@ class Access(NamedTuple):
     @property
     def lengths(self) -> tuple[str, str, str]:
         """In CUDA, its rows and columns, where it has them, and whether these are no positions."""
-        rows, columns = (f"p.{x} + 1" if x else y for x, y in ((self.row_limit, "p.seq_q"), (self.column_limit, "p.seq_k")))
+        rows, columns = (
+            f"p.{x} + 1" if x else y for x, y in ((self.row_limit, "p.seq_q"), (self.column_limit, "p.seq_k"))
+        )
         return rows, columns, str(self.slots.is_table).lower()
 
 

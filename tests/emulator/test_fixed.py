@@ -63,7 +63,10 @@ def test_sums_are_exact_but_for_what_is_below_the_unit(dtype: Any, digits: int) 
         units = sum(int(Fraction(float(x)) * 2**power) for x in terms)  # towards 0, as the digits are taken
         want = dtype(float(Fraction(units, 2**power)))
         found = [summed(terms, digits, power, limit, seed) for seed in range(3)]
-        assert all(abs(Fraction(float(value)) - Fraction(units, 2**power)) <= abs(Fraction(float(np.spacing(want)))) for value, _ in found), name
+        assert all(
+            abs(Fraction(float(value)) - Fraction(units, 2**power)) <= abs(Fraction(float(np.spacing(want))))
+            for value, _ in found
+        ), name
         assert len({words.tobytes() for _, words in found}) == 1, name
 
 

@@ -122,7 +122,9 @@ def test_batch_axes_count_as_one(strides: str) -> None:
 )
 def test_gradients_that_repeat(backend: str, name: str) -> None:
     """Of elements that scores anywhere read, and of numbers for whole heads: the same bits, and right ones, in any order of blocks."""
-    device = {"mma": described_device(80), "simt": described_device(75), "wgmma": hopper()}.get(backend, described_device(90))
+    device = {"mma": described_device(80), "simt": described_device(75), "wgmma": hopper()}.get(
+        backend, described_device(90)
+    )
     dtype = {"mma": "bfloat16", "simt": "float32", "wgmma": "bfloat16"}.get(backend, backend)
     chain = written_cases.chains(SIZES, np.float64 if dtype == "float64" else np.float32)[name]
     options = {"requested": "wgmma"} if backend == "wgmma" else {}

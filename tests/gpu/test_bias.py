@@ -34,7 +34,30 @@ def test_patterns(device: Device, kind: Kind, pattern: str, head_dim: int) -> No
     device.check_inputs()
 
 
-def test_a_gradient_takes_no_more_than_the_bias() -> None:
+@pytest.mark.parametrize("head_dim", [64, 136])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gradients_that_repeat(device: Device, kind: Kind, pattern: str, head_dim: int) -> None:
+    """Bit for bit, with as many blocks as run at once, and as exact as any."""
+    case = Case(
+        "bias", kind.dtype, heads_q=8, heads_k=4, seq_q=400, seq_k=530, head_dim=head_dim, bias=pattern, dlse=True
+    )
+    made, (call, dout, dlse) = case.make(), case.call()
+    expectation = Expectation(call, dout, dlse)
+    q, k, v = (device.put(made[x]) for x in "qkv")
+    bias = device.put(made["options"]["bias"])
+    out, lse = cuflash.attention(q, k, v, bias=bias, return_lse=True, backend=kind.backend)
+    given, options = (device.put(dout), q, k, v, out, lse), {"dlse": device.put(dlse), "bias": bias}
+    found = []
+    for _ in range(3):
+        gradients = cuflash.attention_backward(*given, deterministic=True, backend=kind.backend, **options)
+        found.append(type(gradients)(*map(device.get, gradients)))
+    expectation.check_backward(found[0])
+    assert len({b"".join(x.tobytes() for x in gradients) for gradients in found}) == 1
+    device.check_inputs()
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["plain", "deterministic"])
+def test_a_gradient_takes_no_more_than_the_bias(deterministic: bool) -> None:
     """Of one row of numbers, for scores that would take 64 MiB in float32."""
     import cupy
 
@@ -44,5 +67,5 @@ def test_a_gradient_takes_no_more_than_the_bias() -> None:
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
     before = pool.total_bytes()
-    cuflash.attention_backward(out, x, x, x, out, lse, bias=bias)
+    cuflash.attention_backward(out, x, x, x, out, lse, bias=bias, deterministic=deterministic)
     assert pool.total_bytes() - before < 4096 * 4096

@@ -4,14 +4,15 @@
 // The unit follows from a bound of what is added: |dS| = P |dP - delta|, where P is at most 1, dP = dO·v and delta = dO·o - dlse,
 // from the largest numbers of these arrays (backward_bounds.cu).  Expressions multiply dS by derivatives that nobody bounds, and
 // have 2^kSumSpan more room for them.  Elements that belong to one batch entry depend on nothing but that entry.
+//
+// The generated part includes hw/fixed.cuh before it.
 #pragma once
-#include "hw/fixed.cuh"
+#include "hw/element.cuh"
 
 // Exponents of the largest numbers of a batch entry; behind the last one, of all together.
 struct Bounds { u32 dout, v, out, dlse; };
-__device__ __forceinline__ void join(Bounds& all, const Bounds& x) {
-  all = {max(all.dout, x.dout), max(all.v, x.v), max(all.out, x.out), max(all.dlse, x.dlse)};
-}
+// Whether a row adds nothing to any gradient, whatever its dout is.
+__device__ __forceinline__ bool sees_nothing(Real lse) { return lse == -infinity<Real>(); }
 
 // Which axes of the scores an element of a gradient is a sum over.
 struct SummedAxes {
@@ -52,7 +53,9 @@ template <> struct GradientSums<0> {
   typedef Real Sum;
   struct Unit {};
 
-  template <class P> static __device__ __forceinline__ Unit unit(const P&, const Place&, const View&, bool) { return {}; }
+  template <class P> static __device__ __forceinline__ Unit unit(const P&, const Place&, const View&, bool) {
+    return {};
+  }
   static __device__ __forceinline__ void add(Sum* sum, Real x, Unit) { atomicAdd(sum, x); }
 };
 typedef GradientSums<kSumDigits> OperandSums;
