@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
     if (is_empty(seeing_queries(p, place, row))) return;
     found.v = largest_exponent(p.v, place.key_offset(p.v) + row * p.v.row, p.head_dim_v);
     if (found.v)
-      found.v += log_above(int(min(drop_scale(p), Real(1 << 30))));  // what is left of them weighs that much more
+      found.v += log_above(1 + int(min(drop_scale(p), Real(1 << 30))));  // what is left of them weighs that much more
   }
   if (threadIdx.x % 32 != 0) return;
   for (int of_all = 0; of_all < 2; ++of_all) {
