@@ -78,7 +78,7 @@ __device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::
                                                      const View& view, const Params& p, const Place& place,
                                                      Corner corner) {
   typedef Positions<Fragment> At;
-  static_assert(32 * Fragment::kSize < 1 << kSumSpan, "what a warp adds up is more than a unit has room for");
+  static_assert(i64(32 * Fragment::kSize) < i64(1) << kSumSpan, "what a warp adds up is more than a unit has room for");
   if (!view.data) return;
   const i64 offset = place.offset(view);
   const SumUnit unit = OperandSums::unit(p, place, view, false);
