@@ -64,6 +64,8 @@ _HESSIAN: Fields = (
     ("Pointer", "statistics"),
     *(("int", f"d{name}_vectors") for name in ("q", "k", "v")),
 )
+#: null unless gradients of operands of the scores are summed in fixed point
+_BOUNDS: Fields = (("Pointer", "bounds"),)
 #: null unless dq is summed in turns
 _TURNS: Fields = (("Pointer", "turns"),)
 #: beside lse; a null one is not asked for.  Behind the modifiers' fields, so that kernels without them take the same record
@@ -111,6 +113,8 @@ def fields(direction: str, modifiers: tuple[str, ...], maps: tuple[str, ...] = (
             table += tuple(("View", f"{operand}_tangent") for operand in REGISTRY[name].movable)
         if direction == "hvp":
             table += tuple(("View", f"d{operand}") for operand in REGISTRY[name].movable)
+    if direction == "backward" and any(REGISTRY[m].kind == "score" and REGISTRY[m].differentiable for m in modifiers):
+        table += _BOUNDS
     if direction != "decode":
         table += _ORDER
     if direction == "backward":

@@ -229,8 +229,10 @@ def attention_backward(
         Gradient of the loss with respect to `lse`, its shape and dtype; None is 0.
     deterministic
         True: equal calls on one device give equal bits in every gradient; dq is then summed in a fixed order, which takes
-        time and 4 bytes for each tile of queries.  None and False: as fast as it goes, which on a GPU leaves the order of
-        the sums in dq and dbias open, while dk, dv and dsinks still repeat; the numpy backend always repeats all of them.
+        time and 4 bytes for each tile of queries, and gradients of a bias that is broadcast and of a `ScoreModifier`'s arrays
+        in fixed point, which takes 16 to 32 bytes for each of their elements.  None and False: as fast as it goes, which on a
+        GPU leaves the order of the sums in dq, dbias and these open, while dk, dv and dsinks still repeat; the numpy backend
+        always repeats all of them.
     batch_invariant
         As for `attention`, of each gradient that is not itself a sum over the batch; it makes None of `deterministic` True
         and does not go with False.
@@ -248,9 +250,7 @@ def attention_backward(
     ArgumentError
         As for `attention`, and for a dout, out, lse or dlse that does not belong to the call.
     UnsupportedError
-        As for `attention`; on a GPU also for deterministic=True with a bias that is broadcast, because dbias is then a sum
-        over blocks that arrive in any order.  A bias of the scores' full shape is taken.  So it is with a `ScoreModifier`'s
-        gradients.
+        As for `attention`.
 
     Notes
     -----

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from cuflash.modifiers import Modifier
+import numpy as np
+
+from cuflash.modifiers import Modifier, Written
 from cuflash.problem import Problem
 
 
@@ -46,3 +48,38 @@ def gradient_terms(problem: Problem, operands: Mapping[str, Any]) -> dict[str, t
         for modifier in problem.modifiers
         for name in modifier.differentiable
     }
+
+
+# ---- sums in fixed point -----------------------------------------------------------------------------------------------
+def sum_digits(problem: Problem, operands: Mapping[str, Any], deterministic: bool) -> int:
+    """Words of each sum of the operands' gradients in fixed point (kernels/hw/fixed.cuh); 0 where sums are numbers.
+
+    Fixed point is what gives a sum the same bits whatever order its terms come in; an element that is one term needs none.
+    """
+    names = score_operands(problem.modifiers) if deterministic else ()
+    tables = {name for m in problem.modifiers for name in m.tables}
+    if not any(name in tables or operands[name].shape != problem.score_shape for name in names):
+        return 0
+    has_derivatives = any(isinstance(m, Written) and m.differentiable for m in problem.modifiers)
+    return 2 + (problem.accumulator == "float64") + has_derivatives
+
+
+def gradient_sums(
+    problem: Problem, operands: Mapping[str, Any], deterministic: bool
+) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shapes and dtypes of the zeros that a backward by kernels adds the operands' gradients to, by operand.
+
+    Those in fixed point have a last axis more, of their words.
+    """
+    digits, of_scores = sum_digits(problem, operands, deterministic), score_operands(problem.modifiers)
+    return {
+        name: ((*shape, digits), np.dtype(np.int64))
+        if digits and name in of_scores
+        else (shape, np.dtype(problem.accumulator))
+        for name, shape in gradient_terms(problem, operands).items()
+    }
+
+
+def numbers_of(sums: Any, problem: Problem) -> Any:
+    """The sums as numbers, once kernels are done with them: those in fixed point have each in its first bytes."""
+    return sums if sums.dtype == problem.accumulator else sums.view(problem.accumulator)[..., 0].copy()

@@ -15,7 +15,7 @@ from cuflash import explanation, floor, jit, tensormap
 from cuflash.arrays import named_dtype
 from cuflash.backends import Device, select
 from cuflash.explanation import Explanation
-from cuflash.gradients import gradient_terms, gradients_type
+from cuflash.gradients import gradient_sums, gradient_terms, gradients_type, numbers_of
 from cuflash.place import as_bytes
 from cuflash.plan import (
     Plan,
@@ -272,8 +272,8 @@ def backward(
             f"d{name}": given[f"d{name}"] if f"d{name}" in given else empty(x.shape, problem, x.dtype)
             for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)
         }
-        operands = gradient_terms(problem, call.operands)
-        sums = {f"d{name}": zeros(shape, problem, given.get(f"d{name}")) for name, shape in operands.items()}
+        operands = gradient_sums(problem, call.operands, bool(deterministic))
+        sums = {f"d{name}": zeros(*of, given.get(f"d{name}")) for name, of in operands.items()}
         arrays = backward_arrays(call, out=out, lse=lse, dout=dout, dlse=dlse, **gradients, **sums)
         if batch_invariant:
             arrays = compacted(problem, arrays)
@@ -284,8 +284,8 @@ def backward(
         memory = workspace(plan)
         run(plan, arguments_of(call, {**arrays, **memory}))
         summed = [
-            sum_to(arrays[f"d{name}"], call.operands[name].shape).astype(call.operands[name].dtype, copy=False)
-            for name in operands
+            sum_to(numbers_of(arrays[f"d{name}"], problem), x.shape).astype(x.dtype, copy=False)
+            for name, x in ((name, call.operands[name]) for name in operands)
         ]
         found = gradients_type(tuple(operands))(*(arrays[name] for name in gradients), *summed)
         for name, target in given.items():
@@ -351,13 +351,16 @@ def hvp(
 
 def workspace(plan: Plan) -> dict[str, Any]:
     """What the kernels of a plan need beside the call's arrays, by field name; free again on this stream when it is dropped."""
-    return {name: cupy.empty(size, cupy.uint8) for name, size in plan.workspace().items()}
+    return {
+        name: (cupy.zeros if name in plan.cleared else cupy.empty)(size, cupy.uint8)
+        for name, size in plan.workspace().items()
+    }
 
 
-def zeros(shape: tuple[int, ...], problem: Problem, to: Any = None) -> Any:
+def zeros(shape: tuple[int, ...], dtype: Any, to: Any = None) -> Any:
     """Array for sums, all 0; `to` itself where it can hold them."""
-    if to is None or to.dtype != problem.accumulator or to.shape != shape:
-        return cupy.zeros(shape, problem.accumulator)
+    if to is None or to.dtype != dtype or to.shape != shape:
+        return cupy.zeros(shape, dtype)
     to.fill(0)
     return to
 

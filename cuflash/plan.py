@@ -29,6 +29,8 @@ from cuflash.variant import ITEMSIZE, Variant
 LOG2_E = 1.4426950408889634
 MAX_BLOCKS = (1 << 31) - 1  # of grid.x
 MAX_STEP = (1 << 31) - 1  # bytes between neighbouring rows or columns of an operand
+WORD = 8  # bytes of a word of a sum in fixed point
+BOUNDS_BYTES = 16  # of a batch entry: Bounds of kernels/attention/sums.cuh
 MAX_ENCODED = 1024  # tensor maps that a plan keeps; memory pools give the same addresses again and again
 _POINTER = struct.Struct("=Q")
 
@@ -67,6 +69,7 @@ class Plan:
     statistics_bytes: int = 0
     dq_sum_bytes: int = 0
     turns_bytes: int = 0
+    bounds_bytes: int = 0
     passes_bytes: Mapping[str, int] = field(default_factory=dict)  # what first passes write
     encoded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # tensor maps by array and address
 
@@ -78,8 +81,11 @@ class Plan:
     def workspace(self) -> dict[str, int]:
         """Bytes by field name, without those that are not needed."""
         needed = {"statistics": self.statistics_bytes, "dq_sum": self.dq_sum_bytes, "turns": self.turns_bytes}
-        needed |= self.passes_bytes
+        needed |= {"bounds": self.bounds_bytes, **self.passes_bytes}
         return {name: size for name, size in needed.items() if size}
+
+    #: what of the workspace is 0 when the steps begin; the rest may hold anything
+    cleared = ("bounds",)
 
     def arguments(
         self, pointers: Mapping[str, int], encode: Callable[[TensorMap, int], bytes] = tensormap.encode
@@ -221,8 +227,6 @@ def plan_backward(
     """Plan of the backward: statistics, the main kernel, and where sums need it their conversion."""
     at = dict(places)
     backend, reasons = select(problem, device, at, requested=requested, backward=True)
-    if deterministic:
-        check_single_terms(problem, at)
     axes = len(problem.out_shape)
     itemsize = ITEMSIZE[problem.dtype]
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v", "dout"))
@@ -234,7 +238,7 @@ def plan_backward(
     lines = problem.batch_size * problem.heads_q * padded
     counters = 0
     if deterministic and lines:  # without a query nothing is summed
-        main = replace(main, deterministic=True)
+        main = replace(main, deterministic=True, sum_digits=words_of_sums(problem, at))
         delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks)
         counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
     convert = schedule.convert(problem, main)
@@ -243,9 +247,13 @@ def plan_backward(
     if isinstance(main, split.BackwardSplit):
         before = split.splitting(problem, main.planes, aligned, backward=True)
         rest = split.backward_rest(problem, device.shared_limit, aligned, main)
-        rest = replace(rest, deterministic=main.deterministic)
+        rest = replace(rest, deterministic=main.deterministic, sum_digits=main.sum_digits)
         steps = [*steps_of(problem, split.names(names), *before), *steps_of(problem, names, delta, main, rest, convert)]
         split_bytes = split.workspace(problem, main.planes, backward=True)
+    if main.sum_digits:
+        around = rows.BackwardBounds(), rows.BackwardSums(main.sum_digits)
+        before_all, after_all = steps_of(problem, names, *around)
+        steps = [before_all, *steps, after_all]
     planned = checked(*steps)
     maps = Variant(main.kernel, problem.dtype, names, main).maps
     values = {
@@ -269,28 +277,15 @@ def plan_backward(
         statistics_bytes=2 * real * lines,
         dq_sum_bytes=real * lines * main.dq_width,
         turns_bytes=4 * counters,
+        bounds_bytes=BOUNDS_BYTES * (problem.batch_size + 1) if main.sum_digits else 0,
         passes_bytes=split_bytes,
     )
 
 
-def check_single_terms(problem: Problem, at: Mapping[str, Placed]) -> None:
-    """Raise if a gradient of an operand is a sum over elements of the scores: their order is that in which blocks arrive."""
-    tables = {name for m in problem.modifiers for name in m.tables}
-    for name in score_operands(problem.modifiers):
-        sizes = zip(problem.score_shape, at[f"d{name}"].strides, strict=True)
-        shape = tuple(1 if n > 1 and stride == 0 else n for n, stride in sizes)
-        if name in tables or (shape != problem.score_shape and all(problem.score_shape)):
-            if (title := operand_title(name)) != name:
-                raise UnsupportedError(
-                    f"deterministic=True with the gradient of {title}: it sums scores of shape {problem.score_shape} "
-                    "in the order in which blocks arrive; leave one of them out, index an array of that shape by [b, h, q, k] "
-                    "and sum its gradient yourself, or use backend='numpy' on the host"
-                )
-            raise UnsupportedError(
-                f"deterministic=True with a {name} of shape {shape}: its gradient sums scores of shape "
-                f"{problem.score_shape} in the order in which blocks arrive; pass {name} as an array of that shape, where "
-                f"each element of d{name} is one term, and sum d{name} yourself, or use backend='numpy' on the host"
-            )
+def words_of_sums(problem: Problem, at: Mapping[str, Placed]) -> int:
+    """Words of a sum of an operand's gradient, as the caller laid them out (gradients.py, gradient_sums); 0 for numbers."""
+    sizes = {at[f"d{name}"].itemsize for name in score_operands(problem.modifiers)}
+    return max(sizes, default=0) // WORD if sizes - {np.dtype(problem.accumulator).itemsize} else 0
 
 
 def chain_names(problem: Problem) -> tuple[str, ...]:
@@ -402,6 +397,10 @@ def places_of(problem: Problem, arrays: Mapping[str, Any]) -> tuple[tuple[str, P
     found = []
     for name, array in arrays.items():
         shape = array.shape
+        if len(shape) > len(problem.score_shape):  # sums in fixed point, whose last axis are the words of one
+            place = placed(array[..., 0], problem.score_shape, address(array))
+            found.append((name, replace(place, itemsize=array.dtype.itemsize * shape[-1])))
+            continue
         of = name.removesuffix("_tangent").removeprefix("d")
         if len(shape) == len(problem.score_shape) and of not in ("q", "k", "v", "out"):
             shape = problem.score_shape

@@ -71,6 +71,7 @@ def prologue(variant: Variant) -> str:
             abi.c_struct(variant.direction, variant.modifiers, variant.maps, variant.statistics),
             f"constexpr bool kPacked = {str(Packed.name in variant.modifiers).lower()};",
             '#include "attention/index.cuh"',
+            *_sums(variant, chain),
             *(['#include "attention/expression.cuh"'] if any(issubclass(m, Written) for m in chain) else []),
             *(m.cuda.strip() for m in chain),
             *(m.curved.strip() for m in chain if m.curved and variant.direction == "hvp"),
@@ -80,6 +81,7 @@ def prologue(variant: Variant) -> str:
             _drop([m for m in chain if m.kind == "drop"]),
             _units([m for m in chain if m.kind == "units"]),
             _operand_gradients(variant, chain),
+            *(_gradient_sums(chain) if getattr(variant.config, "sum_digits", 0) else ()),
             *(_operand_tangents(chain) if variant.direction in ("jvp", "hvp") else ()),
         ]
     )
@@ -160,6 +162,7 @@ def _score_gradients(chain: list[type[Modifier]], asked: list[type[Written]]) ->
             back.append(f"ds *= slope_of<{m.__name__}>(p, place, q, k, s{i});")
     steps = "".join(f"      {line}\n" for line in (*forth, *back))
     members = "".join(f"    {m.__name__}::Gradients of_{m.name};\n" for m in asked)
+    begins = "".join(f" of_{m.name}.begin(p, place);" for m in asked)
     ends = "".join(f" of_{m.name}.finish(p, place);" for m in asked)
     return f"""template <class Modifier>
 __device__ __forceinline__ Real slope_of(const Params& p, const Place& place, int q, int k, Real s) {{
@@ -170,7 +173,8 @@ __device__ __forceinline__ Real slope_of(const Params& p, const Place& place, in
 struct ScoreGradients {{
   static constexpr bool kAddsGradients = true;
   struct Gradients {{
-{members}    __device__ __forceinline__ void add(const Params& p, const Place& place, int q, int k, Real s0, Real ds) {{
+{members}    __device__ __forceinline__ void begin(const Params& p, const Place& place) {{{begins} }}
+    __device__ __forceinline__ void add(const Params& p, const Place& place, int q, int k, Real s0, Real ds) {{
 {steps}    }}
     __device__ __forceinline__ void finish(const Params& p, const Place& place) {{{ends} }}
   }};
@@ -234,6 +238,29 @@ def _units(chain: list[type[Modifier]]) -> str:
         f"{_QUALIFIERS} Real {name}(const Params&, const Place&) {{ return 1; }}" for name in ("of_scores", "of_values")
     )
     return f"constexpr bool kHasScales = false;\nstruct {Scales.__name__} {{ {none} }};"
+
+
+def _sums(variant: Variant, chain: list[type[Modifier]]) -> Iterator[str]:
+    """Digits of the sums of operands' gradients, 0 where they are numbers, and how much larger than a score's own a term may be.
+
+    Terms of a bias are sums over a warp's part of a tile; expressions multiply by derivatives.
+    """
+    written = any(issubclass(m, Written) and m.differentiable for m in chain)
+    yield f"constexpr int kSumDigits = {getattr(variant.config, 'sum_digits', 0)}, kSumSpan = {40 if written else 14};"
+    yield '#include "hw/fixed.cuh"'
+    yield '#include "attention/sums.cuh"'
+
+
+def _gradient_sums(chain: list[type[Modifier]]) -> Iterator[str]:
+    """`for_each_gradient_sum(p, f)` calls f(view, rows, columns, is_table) for the gradient of every operand of the scores."""
+    calls = []
+    for m in chain:
+        if m.kind == "score" and issubclass(m, Written):
+            calls += [f"f(p.d{name}, {', '.join(m.program.access(name).lengths)});" for name in m.differentiable]
+        elif m.kind == "score":
+            calls += [f"f(p.d{name}, p.seq_q, p.seq_k, false);" for name in m.differentiable]
+    yield "template <class Function>"
+    yield f"__device__ __forceinline__ void for_each_gradient_sum(const Params& p, Function f) {{ {' '.join(calls)} }}"
 
 
 def _operand_gradients(variant: Variant, chain: list[type[Modifier]]) -> str:

@@ -338,13 +338,10 @@ def host_modifiers(_: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
-def check(
-    at: Any, call: Drawn, backend: str = "numpy", *, moved: Any = host_modifiers, deterministic: bool = True
-) -> None:
+def check(at: Any, call: Drawn, backend: str = "numpy", *, moved: Any = host_modifiers) -> None:
     """Run a call forward and backward and judge all results.
 
-    `at` is a `Host` or a `Device`, and `moved(at, options)` moves the options there.  Where a backend may refuse a deterministic
-    sum it is not asked for one.
+    `at` is a `Host` or a `Device`, and `moved(at, options)` moves the options there.
     """
     from tests.gpu.device import allow_reference_error, taken
 
@@ -378,12 +375,9 @@ def check(
         out = at.put(strided["out"](at.get(out)))
     if "lse" in strided:
         lse = at.put(strided["lse"](at.get(lse)))
-    order = call.deterministic if deterministic else None
-    if not deterministic:
-        invariant = {}
     with at.poisoned():
         gradients = cuflash.attention_backward(
-            dout, q, k, v, out, lse, dlse=dlse, deterministic=order, **invariant, **worded()
+            dout, q, k, v, out, lse, dlse=dlse, deterministic=call.deterministic, **invariant, **worded()
         )
     check_gradients(described, expectation, {n: at.get(x) for n, x in gradients._asdict().items()})
     at.check_inputs()

@@ -134,3 +134,5 @@ def test_fields_have_names_of_their_own(direction):
 def test_gradients_of_operands_are_fields_of_the_backward_alone():
     assert ("View", "dbias") in abi.fields("backward", ("bias",))
     assert ("View", "dbias") not in abi.fields("forward", ("bias",))
+    assert ("Pointer", "bounds") in abi.fields("backward", ("bias",))
+    assert ("Pointer", "bounds") not in abi.fields("backward", ("sinks", "causal"))

@@ -12,7 +12,7 @@ import pytest
 import cuflash
 from cuflash import UnsupportedError, plan, problem, reference
 from cuflash.backends import described_device
-from cuflash.gradients import gradient_terms
+from cuflash.gradients import gradient_sums
 from tests.cases import Case
 from tests.test_reference import central_difference
 from tests.tolerance import Expectation
@@ -50,19 +50,23 @@ def test_derivatives_by_finite_differences(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_sums_on_a_gpu_have_the_size_of_the_bias(pattern: str) -> None:
-    """And whatever its shape, the workspace is that of a call without one."""
+@pytest.mark.parametrize("deterministic", [False, True], ids=["plain", "deterministic"])
+def test_sums_on_a_gpu_have_the_size_of_the_bias(pattern: str, deterministic: bool) -> None:
+    """Times two words where they have to repeat; and whatever its shape, the workspace is that of a call without one."""
     spaces = []
     for bias in (None, pattern):
         call, dout, _ = Case("bias", "bfloat16", seq_q=300, seq_k=280, bias=bias).call()
-        sums = {
-            f"d{n}": np.zeros(shape, np.float32) for n, shape in gradient_terms(call.problem, call.operands).items()
-        }
-        assert [x.shape for x in sums.values()] == [x.shape for x in call.operands.values()]
+        shapes = gradient_sums(call.problem, call.operands, deterministic)
+        sums = {f"d{n}": np.zeros(*of) for n, of in shapes.items()}
+        for name, x in call.operands.items():
+            is_sum = deterministic and x.shape != call.problem.score_shape
+            assert sums[f"d{name}"].nbytes == x.size * (16 if is_sum else 4)
         lse = np.zeros(call.problem.lse_shape, np.float32)
         found = plan.backward_arrays(call, out=dout, lse=lse, dout=dout, dq=call.q, dk=call.k, dv=call.v, **sums)
         places = plan.places_of(call.problem, found)
-        spaces.append(plan.plan_backward(call.problem, described_device(80), places, requested="mma").workspace())
+        made = plan.plan_backward(call.problem, described_device(80), places, deterministic, requested="mma")
+        spaces.append(made.workspace())
+    assert spaces[1].pop("bounds", 0) in (0, 16 * 3)
     assert spaces[0] == spaces[1]
 
 

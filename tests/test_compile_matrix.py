@@ -114,6 +114,12 @@ def entries() -> Iterator[Entry]:
         yield Entry(arch, dtype, size, size, "causal", deterministic=True)
     for arch, dtype, size in product((75, 90), ("float32", "float64"), (64, 128)):
         yield Entry(arch, dtype, size, size, "everything", deterministic=True)
+    for arch, dtype, size in (
+        *((75, "float16", 128), (80, "bfloat16", 128), (90, "bfloat16", 64)),
+        *((90, "float32", 128), (90, "float64", 128)),
+    ):
+        yield Entry(arch, dtype, size, size, "shared-everything", deterministic=True)
+    yield Entry(75, "float32", 64, 64, "written-everything", deterministic=True)
     for arch, dtype in ((75, "float16"), (80, "bfloat16"), (75, "float32"), (90, "float32"), (90, "float64")):
         yield Entry(arch, dtype, 128, 128, "sparse-everything")
     for arch, dtype in ((75, "float16"), (80, "bfloat16"), (90, "float32")):
@@ -174,6 +180,8 @@ def entries() -> Iterator[Entry]:
         yield hopper("float16", (size, size), "causal", lengths)
     for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)):
         yield replace(hopper("bfloat16", sizes, "causal"), deterministic=True)
+    for size in (64, 128, 256):
+        yield replace(hopper("bfloat16", (size, size), "shared-bias"), deterministic=True)
     for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)):
         yield hopper("bfloat16", sizes, "packed")
         yield replace(hopper("bfloat16", sizes, "packed-causal"), deterministic=True)
@@ -229,6 +237,7 @@ def split_entries() -> Iterator[Entry]:
     for size, option in ((64, "plain"), (128, "plain"), (128, "everything"), (256, "everything")):
         yield split(90, (size, size), option)
     yield split(90, (128, 128), "causal", deterministic=True)
+    yield split(90, (128, 128), "shared-everything", deterministic=True)
     yield split(90, (64, 64), "written-everything")
     yield split(80, (128, 128), "everything", aligned=False)
     yield split(86, (128, 128), "sparse-everything")

@@ -11,6 +11,7 @@ import pytest
 from cuflash import abi, plan
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
+from cuflash.gradients import gradient_sums
 from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
 from cuflash.place import Placed, merged_batch, placed
 from cuflash.problem import MAX_SEQ, Call, describe
@@ -399,22 +400,44 @@ def test_without_a_query_there_are_no_turns(empty):
     assert not made.steps[1].config.deterministic
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
 @pytest.mark.parametrize("shape", [(1, 4, 33, 45), (2, 1, 33, 45), (33, 45), (45,), (2, 4, 33, 1), (2, 4, 1, 45), (1,)])
-def test_turns_refuse_gradients_of_a_bias_that_is_broadcast(shape):
-    call = call_of(bias=np.zeros(shape, np.float16))
-    full = tuple(n if i < 4 - len(shape) else shape[i - 4] for i, n in enumerate((1,) * 4))
-    with pytest.raises(UnsupportedError) as found:
-        backward(call, deterministic=True)
-    for part in (f"bias of shape {full}", "scores of shape (2, 4, 33, 45)", "pass bias as an array of that shape"):
-        assert part in str(found.value)
-    assert backward(call).steps
+def test_gradients_of_a_bias_that_is_broadcast_are_summed_in_fixed_point(shape, dtype):
+    """By kernels before and behind the others, in some words for each element of the bias; without turns nothing of it is there."""
+    call = call_of(dtype=dtype, bias=np.zeros(shape, dtype))
+    made = {flag: backward_with_sums(call, deterministic=flag) for flag in (False, True)}
+    words = 2 if dtype == "float16" else 3
+    assert gradient_sums(call.problem, call.operands, True)["bias"] == ((*call.operands["bias"].shape, words), np.int64)
+    kernels = {flag: [step.variant.kernel for step in plan.steps] for flag, plan in made.items()}
+    assert kernels[True] == ["backward_bounds", *kernels[False], "backward_sums"]
+    assert [plan.main.config.sum_digits for plan in made.values()] == [0, words]
+    assert made[True].workspace()["bounds"] == 16 * 3
+    assert made[True].cleared == ("bounds",)
+    extra = set(made[True].workspace()) - set(made[False].workspace())
+    assert extra == {"bounds", "turns"}
+    assert all(step.blocks for step in made[True].steps)
 
 
-def test_turns_take_a_bias_whose_gradient_has_single_terms():
-    assert backward(call_of(bias=np.zeros((2, 4, 33, 45), np.float16)), deterministic=True).turns_bytes
-    alone = call_of((1, 1, 33, 64), heads_k=1, bias=np.zeros((33, 45), np.float16))
-    assert backward(alone, deterministic=True).turns_bytes, "axes of length 1 are no broadcast"
-    assert backward(call_of((0, 4, 33, 64), bias=np.zeros((45,), np.float16)), deterministic=True).steps
+def backward_with_sums(call: Call, deterministic: bool) -> plan.Plan:
+    """The plan of arrays as the library allocates them."""
+    problem = call.problem
+    sums = {f"d{n}": np.zeros(*of) for n, of in gradient_sums(problem, call.operands, deterministic).items()}
+    out, lse = np.zeros(problem.out_shape, call.q.dtype), np.zeros(problem.lse_shape, problem.accumulator)
+    arrays = plan.backward_arrays(call, out=out, lse=lse, dout=out, dq=call.q, dk=call.k, dv=call.v, **sums)
+    return plan.plan_backward(problem, DEVICE, plan.places_of(problem, arrays), deterministic)
+
+
+def test_gradients_of_single_terms_are_numbers():
+    """Axes of length 1 are no broadcast; an array in fixed point beside them has both in it."""
+    for call in (
+        call_of(bias=np.zeros((2, 4, 33, 45), np.float16)),
+        call_of((1, 1, 33, 64), heads_k=1, bias=np.zeros((33, 45), np.float16)),
+    ):
+        made = backward_with_sums(call, deterministic=True)
+        assert made.turns_bytes
+        assert "bounds" not in made.workspace()
+        assert not made.main.config.sum_digits
+    assert backward_with_sums(call_of((0, 4, 33, 64), bias=np.zeros((45,), np.float16)), deterministic=True).steps
 
 
 @pytest.mark.parametrize(

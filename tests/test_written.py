@@ -27,6 +27,7 @@ from cuflash import (
     source,
 )
 from cuflash.backends import described_device
+from cuflash.gradients import gradient_sums
 from cuflash.modifiers import REGISTRY, expression, written
 from cuflash.modifiers.written import CLASSES, KEPT
 from tests import written_cases
@@ -396,23 +397,18 @@ def test_gradients_that_share_a_name():
 
 
 @pytest.mark.parametrize("index", ["h", "h, q - k", "b, h, q, k"])
-def test_sums_in_a_fixed_order(index):
-    """A gradient that is a sum over blocks is refused where its order counts; of the scores' own shape it is none."""
+def test_sums_that_repeat(index):
+    """A gradient that is a sum over blocks is summed in fixed point where its bits have to repeat; of the scores' own shape it is none."""
     x = np.ones({"h": (4,), "h, q - k": (4, 9)}.get(index, SIZES), np.float32)
     q, k, v = inputs()
     call = problem.describe(q, k, v, modifiers=[ScoreModifier(f"s + x[{index}]", x=x, gradients="x")])
-    sums = {f"d{n}": np.zeros(a.shape, np.float32) for n, a in call.operands.items()}
     lse = np.zeros(call.problem.lse_shape, np.float32)
-    found = plan.backward_arrays(call, out=q, lse=lse, dout=q, dq=q, dk=k, dv=v, **sums)
-    places = plan.places_of(call.problem, found)
-    plan.plan_backward(call.problem, described_device(80), places)
-    if index == "b, h, q, k":
-        plan.plan_backward(call.problem, described_device(80), places, deterministic=True)
-    else:
-        with pytest.raises(
-            UnsupportedError, match=r"^deterministic=True with the gradient of x of ScoreModifier: .*\[b, h, q, k\]"
-        ):
-            plan.plan_backward(call.problem, described_device(80), places, deterministic=True)
+    for deterministic in (False, True):
+        sums = {f"d{n}": np.zeros(*of) for n, of in gradient_sums(call.problem, call.operands, deterministic).items()}
+        found = plan.backward_arrays(call, out=q, lse=lse, dout=q, dq=q, dk=k, dv=v, **sums)
+        places = plan.places_of(call.problem, found)
+        made = plan.plan_backward(call.problem, described_device(80), places, deterministic)
+        assert made.main.config.sum_digits == (3 if deterministic and index != "b, h, q, k" else 0)
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------------

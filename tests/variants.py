@@ -9,7 +9,7 @@ from cuflash import decode_plan, decode_problem, plan
 from cuflash.api import statistics_shapes
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
-from cuflash.gradients import gradient_terms
+from cuflash.gradients import gradient_sums
 from cuflash.modifiers import (
     ALiBi,
     BlockMask,
@@ -86,8 +86,8 @@ class Entry:
         problem, device = call.problem, described_device(self.arch)
         requested = self.backend or ("mma" if dtype.itemsize <= 2 else "simt")
         lse = np.zeros(problem.lse_shape, problem.accumulator)
-        terms = gradient_terms(problem, call.operands)
-        sums = {f"d{name}": np.zeros(shape, problem.accumulator) for name, shape in terms.items()}
+        terms = gradient_sums(problem, call.operands, self.deterministic)
+        sums = {f"d{name}": np.zeros(shape, dtype_of) for name, (shape, dtype_of) in terms.items()}
         if self.mode:
             tangents = {"q": q, "k": k, "v": v} | {n: x for n, x in call.operands.items() if n in ("bias", "sinks")}
             results = {"out": out, "out_tangent": out, "lse": lse, "lse_tangent": lse}
@@ -138,6 +138,7 @@ def options(name: str, dtype: np.dtype, seq_q: int, seq_k: int = LENGTH) -> dict
         "window": {"window": (9000, 3)},
         "softcap": {"softcap": 2.0},
         "bias": {"bias": np.ones((1, HEADS, seq_q, seq_k), dtype)},
+        "shared-bias": {"bias": np.ones((1, 1, 1, seq_k), dtype)},
         "mask": {"mask": np.ones((seq_q, seq_k), bool)},
         "alibi": {"modifiers": (ALiBi(np.ones(HEADS, statistics)),)},
         "lengths": {"modifiers": (KeyLengths(np.ones(1, np.int32)),)},
@@ -213,6 +214,7 @@ RANGES = ("causal", "window", "lengths")
 #: several options as one
 TOGETHER = {
     "everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths"),
+    "shared-everything": ("causal", "window", "softcap", "shared-bias", "mask", "alibi", "lengths"),
     "sparse-causal": ("causal", "documents", "blocks"),
     "sparse-everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths", "documents", "blocks"),
     "written-everything": ("causal", "window", "softcap", "bias", "mask", "alibi", "lengths", "written"),

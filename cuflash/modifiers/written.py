@@ -81,6 +81,14 @@ class Access(NamedTuple):
     def array(self) -> str:
         return str(self.load.value)
 
+    @property
+    def lengths(self) -> tuple[str, str, str]:
+        """In CUDA, its rows and columns, where it has them, and whether these are no positions."""
+        rows, columns = (
+            f"p.{x} + 1" if x else y for x, y in ((self.row_limit, "p.seq_q"), (self.column_limit, "p.seq_k"))
+        )
+        return rows, columns, str(self.slots.is_table).lower()
+
 
 @dataclass(frozen=True)
 class Program:
@@ -734,22 +742,26 @@ def gradients_of(program: Program, name: str) -> str:
 
     What a thread adds to one element for all its scores is kept until the last of them.
     """
-    text, kept, ends = statements(program, name), [], []
+    text, kept, begins, ends = statements(program, name), [], [], []
     for i, (field, partial) in enumerate(program.partials.items()):
         a, view = program.access(field), f"d{field}"
         term = f"ds * {text.of(partial)}"
         index = tuple(text.of(x) for x in a.load.args)
-        add = f"atomicAdd({address(a, view, 'Real', index)}, "
+        to = address(a, view, "OperandSum", index)
+        kept.append(f"    SumUnit unit{i};\n")
+        begins.append(f"      unit{i} = OperandSums::unit(p, place, p.{view}, {a.lengths[-1]});\n")
         if a.slots.row is None and a.slots.column is None:
             kept.append(f"    Real sum{i} = Real(0);\n")
             text.lines.append(f"sum{i} += {term};")
-            ends.append(f"      if (sum{i} != Real(0)) {add}sum{i});\n")
+            ends.append(f"      if (sum{i} != Real(0)) OperandSums::add({to}, sum{i}, unit{i});\n")
         else:
-            text.lines.append(f"{add}{term});")
+            text.lines.append(f"OperandSums::add({to}, {term}, unit{i});")
     lines = "".join(f"      {line}\n" for line in text.lines)
     where = "const P& p, const Place& place"
     return f"""  struct Gradients {{
-{"".join(kept)}    template <class P> __device__ __forceinline__ void add({where}, int q, int k, Real s, Real ds) {{
+{"".join(kept)}    template <class P> __device__ __forceinline__ void begin({where}) {{
+{"".join(begins)}    }}
+    template <class P> __device__ __forceinline__ void add({where}, int q, int k, Real s, Real ds) {{
 {lines}    }}
     template <class P> __device__ __forceinline__ void finish({where}) {{
 {"".join(ends)}    }}

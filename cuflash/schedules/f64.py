@@ -44,6 +44,7 @@ class BackwardF64:
     blocks_per_sm: int
     aligned: bool
     deterministic: bool = False  # blocks add to dq in turns
+    sum_digits: int = 0  # of gradients of operands that are summed in fixed point
 
     @property
     def threads(self) -> int:

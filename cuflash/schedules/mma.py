@@ -159,6 +159,7 @@ class BackwardMma:
     aligned: bool
     exact: bool  # the head sizes are the padded ones
     deterministic: bool = False  # blocks add to dq in turns
+    sum_digits: int = 0  # of gradients of operands that are summed in fixed point
 
     @property
     def threads(self) -> int:

@@ -42,6 +42,41 @@ def delta(problem: Problem, itemsize: int, block_q: int, aligned: bool, statisti
 
 
 @dataclass(frozen=True)
+class BackwardBounds:
+    """Constants of backward_bounds.cu: a warp looks at a row."""
+
+    kernel = "backward_bounds"
+    threads = 256
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """None."""
+        return 0
+
+    def blocks(self, problem: Problem) -> int:
+        """Rows of the queries' side, then rows of keys."""
+        rows = problem.heads_q * problem.seq_q + problem.heads_k * problem.seq_k
+        return tiles(problem.batch_size * rows, self.threads // 32)
+
+
+@dataclass(frozen=True)
+class BackwardSums:
+    """Constants of backward_sums.cu: a thread reads one sum after the other."""
+
+    kernel = "backward_sums"
+    threads = 256
+
+    sum_digits: int
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """None."""
+        return 0
+
+    def blocks(self, problem: Problem) -> int:
+        """As many as there are blocks of scores, up to what fills a device."""
+        return min(tiles(problem.batch_size * problem.heads_q * problem.seq_q * problem.seq_k, self.threads), 1024)
+
+
+@dataclass(frozen=True)
 class HvpDelta:
     """Constants of hvp_delta.cu: `lanes` threads share a row."""
 

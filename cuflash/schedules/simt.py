@@ -243,6 +243,7 @@ class BackwardSimt:
     blocks_per_sm: int
     aligned: bool
     deterministic: bool = False  # blocks add to dq in turns
+    sum_digits: int = 0  # of gradients of operands that are summed in fixed point
     rest: bool = False  # only heads that backward_split.cu leaves
 
     @property

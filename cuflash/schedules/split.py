@@ -101,6 +101,7 @@ class BackwardSplit:
     blocks_per_sm: int
     exact: bool  # the planes are as wide as the padded heads
     deterministic: bool = False  # blocks add to dq in turns
+    sum_digits: int = 0  # of gradients of operands that are summed in fixed point
 
     @property
     def method(self) -> str:

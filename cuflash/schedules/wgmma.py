@@ -140,6 +140,7 @@ class BackwardWgmma:
     producer_registers: int = 24
     consumer_registers: int = 240
     deterministic: bool = False  # blocks add to dq in turns
+    sum_digits: int = 0  # of gradients of operands that are summed in fixed point
 
     #: parts of a tile of dq that are summed apart
     dq_chunks = 1

@@ -18,7 +18,7 @@ from cuflash import plan as planning
 from cuflash.api import statistics_shapes
 from cuflash.arrays import named_dtype
 from cuflash.backends import Device, described_device
-from cuflash.gradients import gradient_terms, gradients_type
+from cuflash.gradients import gradient_sums, gradient_terms, gradients_type, numbers_of
 from cuflash.modifiers.base import sum_to
 from cuflash.plan import Plan
 from cuflash.problem import Call
@@ -146,7 +146,7 @@ def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run, call: Call |
         shared_bytes = step.config.shared_bytes(ITEMSIZE[variant.dtype])
         record = bytes(plan.arguments(pointers, built.encode))[: step.argument_bytes]
         # Blocks of these kernels wait for no other and add to nothing: it is the order they run in that could show.
-        alone = variant.kernel.startswith(("backward_delta", "backward_convert", "hvp_delta"))
+        alone = variant.kernel.startswith(("backward_delta", "backward_convert", "backward_sums", "hvp_delta"))
         residents = 1 if alone else min(run.residents, step.blocks)
         built.launch((step.blocks,), step.config.threads, record, shared_bytes, run.seed, residents=residents)
 
@@ -296,21 +296,25 @@ def backward(
     call = guarded_call(call, memory)
     given = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     given = {n: memory.input(movable(x), n) for n, x in given.items() if x is not None}
-    terms = gradient_terms(problem, call.operands)
+    terms = gradient_sums(problem, call.operands, run.deterministic)
     gradients = {
         f"d{name}": memory.output(x.shape, x.dtype, f"d{name}", problem.layout, run.place)
         for name, x in (("q", call.q), ("k", call.k), ("v", call.v))
     }
-    sums = {f"d{name}": memory.sums(shape, problem.accumulator, f"d{name}") for name, shape in terms.items()}
+    sums = {f"d{name}": memory.sums(*of, f"d{name}") for name, of in terms.items()}
     arrays = planning.backward_arrays(call, **given, **gradients, **sums)
     places = planning.places_of(problem, arrays)
     plan = planning.plan_backward.__wrapped__(problem, device, places, run.deterministic, run.requested)
-    workspace = {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}
+    workspace = {
+        name: memory.like(np.zeros(n, np.uint8) if name in plan.cleared else poison((n,), np.uint8), name)[0]
+        for name, n in plan.workspace().items()
+    }
     execute(plan, {**arrays, **workspace}, run, call)
     memory.check()
     if run.watch is not None:
         run.watch({**arrays, **workspace})
-    operands = [sum_to(sums[f"d{n}"], call.operands[n].shape).astype(call.operands[n].dtype) for n in terms]
+    found = {n: numbers_of(sums[f"d{n}"], problem) for n in terms}
+    operands = [sum_to(found[n], call.operands[n].shape).astype(call.operands[n].dtype) for n in terms]
     return gradients_type(tuple(terms))(*(x.copy() for x in gradients.values()), *operands)
 
 

@@ -58,6 +58,21 @@ def test_kernels(tile, name, target):
     check(replace(many(name, dtype), heads_q=2, heads_k=1, seq_q=37, seq_k=45), arch)
 
 
+@pytest.mark.parametrize(
+    "target", [(80, "bfloat16"), (75, "float32")], ids=lambda target: f"sm_{target[0]}-{target[1]}"
+)
+def test_a_gradient_that_is_a_sum_within_each_entry(tile, target):
+    """Its unit follows from the largest numbers of the entry alone, whose sizes differ."""
+    arch, dtype = target
+    made = replace(many("plain", dtype), heads_q=2, heads_k=1, seq_q=37, seq_k=45, bias="b11k", dlse=True).make()
+    for entry in range(ENTRIES):
+        made["dout"][entry] = made["dout"][entry] * 2.0 ** (12 * entry)
+    whole = results(made, arch, 1, ())
+    for entry in range(ENTRIES):
+        single = results(alone(made, entry), arch, SEEDS[entry % len(SEEDS)], ())
+        assert bits(single) == bits(x[entry : entry + 1] for x in whole), f"entry {entry}"
+
+
 @pytest.mark.parametrize("name", ["plain", "lengths-causal"])
 def test_hopper_kernels(name):
     """Blocks stay and take tile after tile: which ones, and after which others, depends on the batch."""

@@ -37,6 +37,8 @@ CASES = {
     "float64": Case("float64", "float64", heads_k=1, causal="top_left", lengths=(45, 29), dlse=True, head_dim=24),
     "turns in a window": Case("turns in a window", "float16", batch=(), heads_q=1, heads_k=1, seq_q=140, seq_k=140,
                               window=(40, 20), head_dim=24),
+    "fixed point": Case("fixed point", "float16", heads_k=1, seq_q=70, seq_k=100, bias="b1q1", lengths=(100, 45), dlse=True,
+                        head_dim=24),
     "turns of chunks": Case("turns of chunks", "float16", batch=(), heads_q=1, heads_k=1, seq_k=70, head_dim=160,
                             head_dim_v=120),
 }  # fmt: skip
@@ -154,6 +156,18 @@ MUTANTS = [
               ".end > query_tile", ".end >= query_tile", case="turns in a window"),
     sown_turn("backward_delta", "blocks are counted from where the memory stood",
               "if (line == 0 && lane == 0) *turns = 0;", ""),
+    # ---- sums in fixed point
+    sown_turn("backward_mma", "terms are rounded where a sum is below 0",
+              "atomicAdd(&digits[i], u64(digit[i]));", "atomicAdd(&digits[i], u64(i64(digits[i]) < 0 ? digit[i] & ~i64(0xfff) : digit[i]));",
+              case="fixed point"),
+    sown_turn("backward_mma", "digits borrow from none",
+              "digit[1] -= 1;", "", case="fixed point"),
+    sown_turn("backward_mma", "every entry has the first one's unit",
+              "axes.batch ? p.batch_size : place.entry(p)", "axes.batch ? p.batch_size : 0", case="fixed point"),
+    sown_turn("backward_sums", "sums below 0 are read as if they were not",
+              "Real(is_negative ? -sum : sum)", "Real(sum)", case="fixed point"),
+    sown_turn("backward_bounds", "bounds are those of the last row",
+              "if (x > to) atomicMax(&to, x);", "to = x;", case="fixed point"),
     # ---- the two halves of a block
     sown("backward_f64", "queries are read before they arrive",
          "shared.q[stage]); wait_for_copies();", "shared.q[stage]);", case="float64"),
@@ -193,7 +207,7 @@ MUTANTS = [
     sown("backward_mma", "delta is ignored",
          "return probability * (dp - delta);", "return probability * dp;"),
     sown("backward_mma", "gradients of the bias are transposed",
-         "element_at<Real>(view, offset, q, k);", "element_at<Real>(view, offset, k, q);", case="modified"),
+         "element_at<OperandSum>(view, offset, q, k);", "element_at<OperandSum>(view, offset, k, q);", case="modified"),
     sown("backward_mma", "lanes are left out of the sums of a bias",
          "return x + __shfl_xor_sync(0xffffffffu, x, 16);", "return x;", case="summed"),
     sown("forward_mma", "pieces of a bias's rows are not shared out",
@@ -431,10 +445,10 @@ class Trial:
         self.expectation.check_backward(kernels.backward(*given, 80, seed, text=text, **self.turns))
 
     def compare_sums(self, arrays) -> None:
-        """The sums of dq have the bits that they had the first time, which is without a bug."""
-        sums = arrays["dq_sum"].tobytes()
+        """The sums have the bits that they had the first time, which is without a bug."""
+        sums = b"".join(arrays[name].tobytes() for name in ("dq_sum", "dbias") if name in arrays)
         self.sums = self.sums or sums
-        assert sums == self.sums, "dq was summed in another order"
+        assert sums == self.sums, "dq or dbias was summed in another order"
 
 
 def spelled(words: str, text: str) -> str:
@@ -463,7 +477,7 @@ def test_mutant_is_noticed(bug, force):
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_without_a_bug_pass(case, tile, force):
     force(tile)
-    trial = Trial(CASES[case], turns=case.startswith("turns"))
+    trial = Trial(CASES[case], turns=case.startswith(("turns", "fixed")))
     for kernel in ("forward", "backward"):
         for seed in kernels.SEEDS:
             trial.run(kernel, source.build, seed)

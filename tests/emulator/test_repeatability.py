@@ -11,12 +11,12 @@ import pytest
 
 from cuflash import tuning
 from cuflash.backends import described_device
-from cuflash.errors import UnsupportedError
 from cuflash.problem import describe
 from cuflash.schedules import mma, simt
 from tests.cases import OPTIONS, STRIDES, Case
 from tests.emulator import kernels
 from tests.emulator.kernels import SEEDS
+from tests.emulator.test_bias import PATTERNS
 from tests.emulator.test_simt import forced_backward
 from tests.tolerance import Expectation
 
@@ -58,19 +58,23 @@ def single_terms(options: dict) -> dict:
     return {**options, "bias": "bhqk"} if options.get("bias") else options
 
 
-def check_repeats(case: Case, arch: int, seeds=SEEDS, deterministic: bool = True) -> int:
-    """Judge a backward under each schedule, and count the different results in it: gradients and unrounded sums of dq."""
-    call, dout, dlse = case.call()
+def check_repeats(case: Case, arch: int, seeds=SEEDS, deterministic: bool = True, **options) -> int:
+    """Judge a backward under each schedule, and count the different results in it: gradients and unrounded sums."""
+    return check_call_repeats(*case.call(), arch, seeds, deterministic, **options)
+
+
+def check_call_repeats(
+    call, dout, dlse, arch: int, seeds=SEEDS, deterministic=True, names=("dq_sum", "dq", "dk", "dv", "dbias"), **options
+) -> int:
+    """The same of a call; `names` are those of the results that are compared."""
     expectation = Expectation(call, dout, dlse)
     out, lse = expectation.plain["out"], expectation.lse.astype(call.problem.accumulator)
     results = set()
 
     def note(arrays):
-        results.add(
-            b"".join(arrays[name].tobytes() for name in ("dq_sum", "dq", "dk", "dv", "dbias") if name in arrays)
-        )
+        results.add(b"".join(arrays[name].tobytes() for name in names if name in arrays))
 
-    options = {"deterministic": deterministic, "residents": RESIDENTS, "watch": note}
+    options |= {"deterministic": deterministic, "residents": RESIDENTS, "watch": note}
     for seed in seeds:
         expectation.check_backward(kernels.backward(call, out, lse, dout, dlse, arch, seed, **options))
     return len(results)
@@ -171,12 +175,77 @@ def test_empty(tile, empty, dtype):
     assert check_repeats(replace(Case("empty", dtype, bias="bhqk"), **empty), 80, (0, 1)) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("bias", ["1hqk", "b1qk", "qk", "b11k", "hq1", "1"])
-def test_a_gradient_that_is_a_sum_of_many_blocks_is_refused(bias, dtype):
-    case = Case("bias", dtype, bias=bias)
-    with pytest.raises(UnsupportedError, match=r"bias of shape \(.*\).*scores of shape \(2, 2, 33, 45\).*pass bias as"):
-        check_repeats(case, 80, (0,))
+# ---- gradients of a bias that is broadcast: sums of many blocks, in fixed point -----------------------------------------
+def shared(bias: str, dtype: str, **options) -> Case:
+    """A call of one group of two heads for each batch entry, edges of tiles on both sides."""
+    sizes = {"heads_q": 2, "heads_k": 1, "seq_q": 37, "seq_k": 50, "head_dim": 24, "dlse": True}
+    return Case("shared", dtype, bias=bias, **{**sizes, **options})
+
+
+@pytest.mark.parametrize("bias", PATTERNS)
+def test_every_broadcast_shape(tile, bias):
+    assert check_repeats(shared(bias, "bfloat16"), 80) == 1
+
+
+@pytest.mark.parametrize("bias", ["1111", "11qk"])
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ((75, "float32"), {}),
+        ((75, "float64"), {}),
+        ((90, "float64"), {}),
+        ((80, "float32"), {"requested": "mma"}),
+        ((90, "bfloat16"), {"requested": "wgmma", "head_dim": 64}),
+        ((90, "bfloat16"), {"requested": "wgmma", "head_dim": 136}),
+    ],
+    ids=str,
+)
+def test_sums_of_every_kernel(tile, target, options, bias):
+    arch, dtype = target
+    case = shared(bias, dtype, head_dim=options.get("head_dim", 24))
+    assert check_repeats(case, arch, PACES, requested=options.get("requested")) == 1
+
+
+def test_without_fixed_point_the_order_of_a_gradient_shows(tile):
+    """What the tests above could not see if the order did not matter."""
+    assert check_repeats(shared("1111", "bfloat16"), 80, deterministic=False, names=("dbias",)) > 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bias", "axis"), [("bfloat16", "b11k", 0), ("bfloat16", "1h1k", 1), ("float64", "1hq1", 1)]
+)
+def test_small_gradients_beside_large_ones(tile, dtype, bias, axis):
+    """Of heads and batch entries whose gradients differ by 2^30, or that have none: each is as exact as it is alone."""
+    made = shared(bias, dtype, batch=(4,), heads_q=4).make()
+    scale = np.array([1, 2.0**-20, 2.0**10, 0])[: made["dout"].shape[axis]]
+    shape = [-1 if i == axis else 1 for i in range(4)]
+    dout = (made["dout"] * scale.reshape(shape)).astype(made["dout"].dtype)
+    dlse = made["dlse"] * scale.reshape(shape[:3]).astype(made["dlse"].dtype)
+    call = describe(made["q"], made["k"], made["v"], **made["options"])
+    assert check_call_repeats(call, dout, dlse, 80 if dtype == "bfloat16" else 90, PACES) == 1
+
+
+@pytest.mark.parametrize("bias", ["bh1k", "1h11"])
+def test_sums_that_are_not_finite(tile, bias):
+    """They are where they are without turns, and what is hidden from all queries may hold anything."""
+    made = shared(bias, "bfloat16", seq_q=50, seq_k=83, causal="top_left", heads_q=2, lengths=(83, 60)).make()
+    made["k"][0, 0, 30], made["dout"][0, 1, 20] = np.nan, np.inf
+    made["v"][:, :, 60:] = 3e38
+    call = describe(made["q"], made["k"], made["v"], **made["options"])
+    expectation = Expectation(call, made["dout"], made["dlse"])
+    out, lse = expectation.plain["out"], expectation.lse.astype(np.float32)
+    plain, first, second = (
+        kernels.backward(
+            *(call, out, lse, made["dout"], made["dlse"], 80, seed), deterministic=seed > 0, residents=RESIDENTS
+        ).dbias.astype(np.float64)
+        for seed in range(3)
+    )
+    assert first.tobytes() == second.tobytes()
+    np.testing.assert_array_equal(np.isnan(plain), np.isnan(first))
+    np.testing.assert_array_equal(np.isinf(plain), np.isinf(first))
+    finite = np.isfinite(plain)
+    assert 0 < finite.sum() < finite.size or bias == "1h11"
+    np.testing.assert_allclose(first[finite], plain[finite], rtol=1e-2, atol=1e-3)
 
 
 # ---- the forward -------------------------------------------------------------------------------------------------------

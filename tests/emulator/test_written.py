@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
 from tests.emulator.test_simt import tile as simt_tile  # noqa: F401 (a fixture)
 from tests.emulator.test_wgmma import TILE, hopper
 from tests.packs import Judge, Pack
+from tests.tolerance import Expectation
 
 SIZES = (2, 4, 37, 50)
 MMA, SIMT = (80, "bfloat16"), (75, "float32")
@@ -112,6 +114,32 @@ def test_batch_axes_count_as_one(strides: str) -> None:
         MaskModifier("ids[b, k] == 0 or k == b", ids=ids),
     )
     check_call(*made("float32", chain, batch=(2, 1, 3), strides=strides), 75, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("mma", "table"), ("mma", "slopes"), ("simt", "composed"), ("float64", "everything"), ("wgmma", "table")],
+)
+def test_gradients_that_repeat(backend: str, name: str) -> None:
+    """Of elements that scores anywhere read, and of numbers for whole heads: the same bits, and right ones, in any order of blocks."""
+    device = {"mma": described_device(80), "simt": described_device(75), "wgmma": hopper()}.get(
+        backend, described_device(90)
+    )
+    dtype = {"mma": "bfloat16", "simt": "float32", "wgmma": "bfloat16"}.get(backend, backend)
+    chain = written_cases.chains(SIZES, np.float64 if dtype == "float64" else np.float32)[name]
+    options = {"requested": "wgmma"} if backend == "wgmma" else {}
+    call, dout, dlse = made(dtype, chain, head_dim=64 if options else 24)
+    expectation, results = Expectation(call, dout, dlse), set()
+    names = [f"d{field}" for m in chain for field in m.differentiable]
+
+    def note(found: Mapping[str, np.ndarray]) -> None:
+        results.add(b"".join(found[x].tobytes() for x in ("dq_sum", "dq", "dk", "dv", *names)))
+
+    out, lse = expectation.plain["out"], expectation.lse.astype(call.problem.accumulator)
+    for seed in SEEDS:
+        given = (call, out, lse, dout, dlse, device, seed)
+        expectation.check_backward(backward(*given, deterministic=True, residents=3, watch=note, **options))
+    assert len(results) == 1
 
 
 @pytest.mark.parametrize("backend", ["mma", "wgmma"])

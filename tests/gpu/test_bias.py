@@ -14,9 +14,11 @@ from tests.tolerance import Expectation
 PATTERNS = ["".join(axes) for axes in product("b1", "h1", "q1", "k1")]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    ("pattern", "head_dim"), [*product(PATTERNS, (64, 128)), *product(("1111", "b11k", "1hqk"), (136,))]
+)
 def test_patterns(device: Device, kind: Kind, pattern: str, head_dim: int) -> None:
+    """As exact with sums that repeat as without, and three times the same bits."""
     case = Case(
         "bias", kind.dtype, heads_q=4, heads_k=2, seq_q=200, seq_k=330, head_dim=head_dim, bias=pattern, dlse=True
     )
@@ -26,15 +28,20 @@ def test_patterns(device: Device, kind: Kind, pattern: str, head_dim: int) -> No
     bias = device.put(made["options"]["bias"])
     out, lse = cuflash.attention(q, k, v, bias=bias, return_lse=True, backend=kind.backend)
     expectation.check_forward(device.get(out), device.get(lse))
-    found = cuflash.attention_backward(
-        device.put(dout), q, k, v, out, lse, dlse=device.put(dlse), bias=bias, backend=kind.backend
-    )
-    assert found.dbias.shape == bias.shape
-    expectation.check_backward(type(found)(*map(device.get, found)))
+    given, options = (device.put(dout), q, k, v, out, lse), {"dlse": device.put(dlse), "bias": bias}
+    results = []
+    for deterministic in (False, True, True, True):
+        found = cuflash.attention_backward(*given, deterministic=deterministic, backend=kind.backend, **options)
+        assert found.dbias.shape == bias.shape
+        results.append(type(found)(*map(device.get, found)))
+    for gradients in results[:2]:
+        expectation.check_backward(gradients)
+    assert len({b"".join(x.tobytes() for x in gradients) for gradients in results[1:]}) == 1
     device.check_inputs()
 
 
-def test_a_gradient_takes_no_more_than_the_bias() -> None:
+@pytest.mark.parametrize("deterministic", [False, True], ids=["plain", "deterministic"])
+def test_a_gradient_takes_no_more_than_the_bias(deterministic: bool) -> None:
     """Of one row of numbers, for scores that would take 64 MiB in float32."""
     import cupy
 
@@ -44,5 +51,5 @@ def test_a_gradient_takes_no_more_than_the_bias() -> None:
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
     before = pool.total_bytes()
-    cuflash.attention_backward(out, x, x, x, out, lse, bias=bias)
+    cuflash.attention_backward(out, x, x, x, out, lse, bias=bias, deterministic=deterministic)
     assert pool.total_bytes() - before < 4096 * 4096

@@ -2,6 +2,7 @@
 #pragma once
 #include "attention/score.cuh"
 #include "attention/softmax.cuh"
+#include "attention/sums.cuh"
 
 // Rows of an accumulator times a factor per row, rounded, into global memory.  Fragment elements 2j and 2j + 1 are
 // neighbours in a row; `pairs` tells that two such elements may be written by one aligned store.
@@ -77,12 +78,14 @@ __device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::
                                                      const View& view, const Params& p, const Place& place,
                                                      Corner corner) {
   typedef Positions<Fragment> At;
+  static_assert(i64(32 * Fragment::kSize) < i64(1) << kSumSpan, "what a warp adds up is more than a unit has room for");
   if (!view.data) return;
   const i64 offset = place.offset(view);
+  const SumUnit unit = OperandSums::unit(p, place, view, false);
   const auto add = [&](int i, Real sum) {  // to where element i belongs
     const int q = At::q(f, corner, i), k = At::k(f, corner, i);
-    Real* to = element_at<Real>(view, offset, q, k);
-    if ((q < place.seq_q(p)) & (k < place.key_count) & (sum != Real(0))) atomicAdd(to, sum);
+    OperandSum* to = element_at<OperandSum>(view, offset, q, k);
+    if ((q < place.seq_q(p)) & (k < place.key_count) & (sum != Real(0))) OperandSums::add(to, sum, unit);
   };
   const bool sums_rows = (Fragment::kTransposed ? view.column : view.row) == 0;
   const bool sums_columns = (Fragment::kTransposed ? view.row : view.column) == 0;
@@ -100,7 +103,7 @@ __device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::
     if (sums_columns) {
       total = Fragment::row_sum(total);
       if (Fragment::leads_lanes_of_row() && Fragment::leads_lanes_of_column() && total != Real(0))
-        atomicAdd(element_at<Real>(view, offset, 0, 0), total);
+        OperandSums::add(element_at<OperandSum>(view, offset, 0, 0), total, unit);
     }
   } else if (sums_columns) {
 #pragma unroll
@@ -132,6 +135,7 @@ __device__ __forceinline__ void add_score_gradients(const Real (&ds)[Fragment::k
   if constexpr (Score::kAddsGradients) {
     typedef Positions<Fragment> At;
     typename WithGradients<Fragment>::Gradients gradients;
+    gradients.begin(p, place);
 #pragma unroll
     for (int i = 0; i < Fragment::kSize; ++i) {
       const int q = At::q(f, corner, i), k = At::k(f, corner, i);
