@@ -18,6 +18,8 @@ __device__ __forceinline__ bool sees_nothing(Real lse) { return lse == -infinity
 struct SummedAxes {
   bool batch, heads, queries, keys;
 
+  __device__ __forceinline__ bool none() const { return !(batch | heads | queries | keys); }
+
   // Elements of tables may be read at any position.
   template <class P> __device__ __forceinline__ SummedAxes(const P& p, const View& view, bool is_table) {
     batch = false;
@@ -48,6 +50,7 @@ template <int kDigits> struct GradientSums {
     return {min(limit - kSumSpan - bound, kLargestPower<Real> - 1), limit};
   }
   static __device__ __forceinline__ void add(Sum* sum, Real x, Unit unit) { sum->add(x, unit); }
+  static __device__ __forceinline__ void set(Sum* sum, Real x, Unit unit) { add(sum, x, unit); }
 };
 template <> struct GradientSums<0> {
   typedef Real Sum;
@@ -57,6 +60,8 @@ template <> struct GradientSums<0> {
     return {};
   }
   static __device__ __forceinline__ void add(Sum* sum, Real x, Unit) { atomicAdd(sum, x); }
+  // The only term of a sum.
+  static __device__ __forceinline__ void set(Sum* sum, Real x, Unit) { *sum = x; }
 };
 typedef GradientSums<kSumDigits> OperandSums;
 typedef OperandSums::Sum OperandSum;
