@@ -114,8 +114,8 @@ def attention(
         Of the products of float32 arrays on tensor cores.  None is that of float32; "tf32" is that of TensorFloat-32, 11 bits
         of each number, in half the time: on a GPU of compute capability 8.0 or later, and nowhere else.
     backend
-        None chooses; "numpy" (host), "simt" or "mma" (CUDA) insists.  "wgmma" (compute capability 9.0, rows at
-        multiples of 16 bytes) is never chosen: it has to be asked for.
+        None chooses; "numpy" (host), "simt", "mma" or "wgmma" (CUDA) insists.  "wgmma" takes compute capability 9.0, of
+        float32 the forward, and other arrays whose rows start at multiples of 16 bytes.
 
     Returns
     -------

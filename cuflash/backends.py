@@ -9,7 +9,7 @@ from types import ModuleType
 from cuflash.errors import UnsupportedError
 from cuflash.place import Placed
 from cuflash.problem import NARROW, Problem
-from cuflash.schedules import mma, simt, split, wgmma
+from cuflash.schedules import mma, simt, split, split_wgmma, wgmma
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,11 @@ BACKENDS = (
     Backend(
         "wgmma",
         "Hopper's warpgroup tensor cores, fed by TMA",
-        {"float16": 90, "bfloat16": 90},
+        {"float16": 90, "bfloat16": 90, "float32": 90},
         wgmma.MAX_HEAD_DIM,
         wgmma,
         last_capability=90,
+        schedules={"float32": split_wgmma},
         of_inputs={NARROW: 90},
     ),
     Backend(

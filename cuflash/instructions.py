@@ -6,7 +6,8 @@ PTX ISA, "wgmma.mma_async".
 
 from __future__ import annotations
 
-_PTX_TYPES = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
+#: by dtype; float32 comes as planes of float16
+_PTX_TYPES = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float32": "f16"}
 #: types whose operands in shared memory can only have the contraction along their rows
 _ONE_WAY = ("e4m3",)
 

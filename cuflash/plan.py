@@ -20,7 +20,7 @@ from cuflash.gradients import score_operands
 from cuflash.modifiers import REGISTRY, Scaled, Scales
 from cuflash.place import Placed, address, compact, merged_batch, placed
 from cuflash.problem import Call, Problem, operand_title
-from cuflash.schedules import order, rows, split
+from cuflash.schedules import order, rows, split, split_wgmma
 from cuflash.schedules.base import Config
 from cuflash.schedules.steps import ForwardValues
 from cuflash.tensormap import TensorMap
@@ -95,7 +95,7 @@ class Plan:
         for name, pointer in pointers.items():
             _POINTER.pack_into(record, self.offsets[name], pointer)
         for tensor_map in self.maps:
-            key = (tensor_map.array, pointers[tensor_map.array])
+            key = (tensor_map.array, pointers[tensor_map.memory or tensor_map.array])
             encoded = self.encoded.get(key)
             if encoded is None:
                 if len(self.encoded) >= MAX_ENCODED:
@@ -125,7 +125,7 @@ def plan_forward(
     variant = Variant(config.kernel, problem.dtype, names, config, out_dtype)
     steps = [Step(variant, grid(config, problem, device))]
     passes_bytes: Mapping[str, int] = {}
-    if isinstance(config, split.ForwardSplit):
+    if isinstance(config, (split.ForwardSplit, split_wgmma.ForwardSplitWgmma)):
         before = split.splitting(problem, config.planes, aligned)
         rest = split.rest(problem, device.shared_limit, aligned, config)
         steps = [*steps_of(problem, split.names(names), *before), *steps, *steps_of(problem, names, rest)]
@@ -213,6 +213,8 @@ def grid(config: Config, problem: Problem, device: Device) -> int:
 
 def tensor_maps(variant: Variant, problem: Problem, at: Mapping[str, Placed]) -> tuple[TensorMap, ...]:
     """Maps of the arrays that a kernel reaches through them."""
+    if isinstance(variant.config, split_wgmma.ForwardSplitWgmma):
+        return split_wgmma.maps(problem, variant.config)
     return tuple(tensormap.describe(name, problem, at[name], variant.config.box_rows[name]) for name in variant.maps)
 
 

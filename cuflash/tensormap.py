@@ -46,8 +46,9 @@ class TensorMap:
     sizes: tuple[int, int, int, int]  # columns, rows, heads, batch entries
     strides: tuple[int, int, int]  # bytes between rows, heads, batch entries
     box_rows: int
-    origin: int = 0  # bytes from the array's beginning to where all coordinates are 0
+    origin: int = 0  # bytes from the memory's beginning to where all coordinates are 0
     itemsize: int = 2
+    memory: str = ""  # field name of the memory, where it is not the array's own
 
     @property
     def box(self) -> tuple[int, int, int, int]:
@@ -72,7 +73,15 @@ def describe(name: str, problem: Problem, place: Placed, box_rows: int) -> Tenso
     return ending_with_sequences(whole) if problem.is_packed else whole
 
 
-def described(name: str, dtype: str, sizes: tuple[int, int, int, int], place: Placed, box_rows: int) -> TensorMap:
+def described(
+    name: str,
+    dtype: str,
+    sizes: tuple[int, int, int, int],
+    place: Placed,
+    box_rows: int,
+    memory: str = "",
+    origin: int = 0,
+) -> TensorMap:
     """The map of an array of these columns, rows, heads and batch entries; UnsupportedError where it has none."""
     if not place.aligned(16, 4):
         raise UnsupportedError(f"rows of {name} are not contiguous, or do not start at multiples of 16 bytes")
@@ -84,7 +93,8 @@ def described(name: str, dtype: str, sizes: tuple[int, int, int, int], place: Pl
                 f"{name} has a stride of {stride} bytes along its {axis} axis; TMA takes positive ones below 2^40"
             )
     used = tuple(s if n > 1 else 16 for n, s in zip(sizes[1:], strides, strict=True))
-    return TensorMap(name, ELEMENTS[dtype], sizes, (used[0], used[1], used[2]), box_rows, itemsize=place.itemsize)
+    strides = used[0], used[1], used[2]
+    return TensorMap(name, ELEMENTS[dtype], sizes, strides, box_rows, origin, place.itemsize, memory)
 
 
 def ending_with_sequences(whole: TensorMap) -> TensorMap:

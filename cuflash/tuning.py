@@ -87,6 +87,18 @@ class ForwardWgmmaTile(NamedTuple):
     max_weight: int = 1 << 31  # schedules/wgmma.py, `weight`
 
 
+class ForwardSplitWgmmaTile(NamedTuple):
+    """Tile of forward_split_wgmma.cu, for so many planes, and head sizes and weights of modifiers up to a limit."""
+
+    planes: int
+    max_head_dim: int
+    block_q: int
+    block_k: int
+    stages: int
+    max_weight: int = 1 << 31  # schedules/wgmma.py, `weight`
+    turns: bool = False  # warpgroups take turns at issuing products
+
+
 class DecodeTile(NamedTuple):
     """Ring of a warp of decode_mma.cu: keys of a stage, warps of a block, stages of a warp."""
 
@@ -245,6 +257,31 @@ FORWARD_WGMMA_E4M3 = (
     ForwardWgmmaTile(256, 128, 96, 2, 1, continuous=False, max_weight=7),
     ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, max_weight=13),
     ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False),
+)
+
+# H200, 2026-11-30, heads 16, S 4096, whole calls, TFLOP/s full and causal beside those of mma.sync.  P V of a block was one chain
+# of sums when these were measured; where tiles have more than 48 keys it is several now (kernels/forward_split_wgmma.cu).
+FORWARD_SPLIT_WGMMA = (
+    # 154 and 120, mma 93 and 76 (without turns 146 and 101, 128 x 64 x 4: 134 and 108, 128 x 96 x 3: 136 and 107,
+    # 192 x 64 x 4: 134 and 108)
+    ForwardSplitWgmmaTile(2, 64, 128, 128, 2, max_weight=7, turns=True),
+    ForwardSplitWgmmaTile(2, 64, 128, 64, 4, max_weight=30),
+    ForwardSplitWgmmaTile(2, 64, 128, 32, 4),
+    # 184 and 152, mma 102 and 83; S 16384: 229 and 227, 113 and 101 (turns: 190 and 154, 228 and 222; 128 x 64: 172 and 140,
+    # 208 and 191; 128 x 48: 170 and 135, 197 and 194)
+    ForwardSplitWgmmaTile(2, 128, 128, 80, 2, max_weight=7),
+    ForwardSplitWgmmaTile(2, 128, 128, 48, 2, max_weight=15),
+    ForwardSplitWgmmaTile(2, 128, 128, 32, 4, max_weight=24),
+    ForwardSplitWgmmaTile(2, 128, 128, 16, 4),
+    # 246 and 165, mma 160 and 132 (192 x 128 x 3: 233 and 170, 192 x 96 x 4: 232 and 169)
+    ForwardSplitWgmmaTile(1, 64, 128, 128, 4, max_weight=15),
+    # 396 and 281, mma 198 and 162 (128 x 128 x 2: 369 and 251, in turns 347 and 262, 192 x 80 x 3: 358 and 239)
+    ForwardSplitWgmmaTile(1, 128, 128, 96, 3, max_weight=15),
+    ForwardSplitWgmmaTile(1, 128, 128, 64, 4, max_weight=30),
+    ForwardSplitWgmmaTile(1, 128, 128, 32, 4),
+    # 464 and 313
+    ForwardSplitWgmmaTile(1, 256, 128, 64, 2, max_weight=9),
+    ForwardSplitWgmmaTile(1, 256, 128, 32, 2, max_weight=50),  # above spills; mma takes it
 )
 
 DECODE_MMA = (

@@ -23,6 +23,7 @@ from cuflash.schedules.simt import BackwardSimt, ForwardSimt
 
 if TYPE_CHECKING:
     from cuflash.backends import Device
+    from cuflash.schedules.split_wgmma import ForwardSplitWgmma
 
 STEP = mma.STEP
 PLANES = {1: "one float16 plane, one product", 2: "two float16 planes, three products"}
@@ -321,7 +322,7 @@ def columns(problem: Problem, shared_limit: int, aligned: bool) -> simt.ForwardC
     return simt.columns(problem, shared_limit, aligned)
 
 
-def rest(problem: Problem, shared_limit: int, aligned: bool, main: ForwardSplit) -> ForwardSimt:
+def rest(problem: Problem, shared_limit: int, aligned: bool, main: ForwardSplit | ForwardSplitWgmma) -> ForwardSimt:
     """The kernel that answers the heads that planes do not stand for."""
     found = simt.forward(problem, shared_limit, aligned, maximum=main.maximum, entropy=main.entropy)
     return replace(found, rest=True)
