@@ -50,9 +50,10 @@ def test_hopper_kernels_are_preferred_to_those_of_every_device():
             assert reasons["wgmma"] == "backend='mma' was asked for"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_dtypes_of_more_than_16_bits(dtype):
-    assert refused(call_of(dtype=dtype)) == f"{dtype} is not among its dtypes (float16, bfloat16)"
+def test_dtypes_of_more_than_16_bits():
+    assert refused(call_of(dtype="float64")) == "float64 is not among its dtypes (float16, bfloat16, float32)"
+    assert chosen(call_of(dtype="float32"), requested="wgmma")[0] == "wgmma"
+    assert refused(call_of(dtype="float32"), backward=True) == "its backward of float32 is that of mma"
 
 
 @pytest.mark.parametrize("capability", [80, 89, 100, 103, 120])

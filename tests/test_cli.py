@@ -265,7 +265,12 @@ def test_explain_says_what_it_cannot_draw(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("capability", "dtype", "backend", "kernel"),
-    [(75, "float16", "mma", "mma"), (75, "float32", "simt", "simt"), (90, "float32", "mma", "split")],
+    [
+        (75, "float16", "mma", "mma"),
+        (75, "float32", "simt", "simt"),
+        (80, "float32", "mma", "split"),
+        (90, "float32", "wgmma", "split"),
+    ],
 )
 def test_explain_describes_a_gpu_that_is_not_there(capsys, capability, dtype, backend, kernel):
     shape = "2,8,2,1000,1001,64"
@@ -273,7 +278,7 @@ def test_explain_describes_a_gpu_that_is_not_there(capsys, capability, dtype, ba
     assert code == 0
     assert f"backend     {backend}\n" in out
     assert f"compute capability {capability / 10}" in out
-    assert f"cuflash_forward_{kernel}_d64_" in out
+    assert f"cuflash_forward_{kernel}{'_wgmma' * (backend == 'wgmma')}_d64_" in out
     assert f"cuflash_backward_{kernel}_d64_" in out
     assert "workspace of the backward: " in out
 

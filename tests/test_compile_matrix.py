@@ -231,6 +231,10 @@ def split_entries() -> Iterator[Entry]:
             yield split(arch, sizes, option, aligned=aligned)
             yield split(arch, sizes, option, precision="tf32")
             yield split(arch, sizes, option, statistics=STATISTICS)
+        for sizes, option, precision in product(HOPPER_SIZES, (*OPTIONS, *TOGETHER), (None, "tf32")):
+            left = () if max(sizes) <= 128 else ("sparse-everything", "written-everything")  # to mma
+            if "packed" not in option and option not in left and (precision or max(sizes) <= 128):
+                yield split(90, sizes, option, backend="wgmma", precision=precision)
         return
     for size, option in product((64, 128), ("causal", "sparse-everything")):
         yield split(90, (size, size), option)
@@ -244,6 +248,12 @@ def split_entries() -> Iterator[Entry]:
     yield split(120, (256, 256), "everything")
     yield split(100, (64, 64), "everything", statistics=STATISTICS)
     yield split(89, (128, 128), "causal", precision="tf32")
+    for size, option in product((64, 128), ("causal", "alibi", "sparse-everything")):
+        yield split(90, (size, size), option, backend="wgmma")
+    for sizes, option in (((128, 128), "plain"), ((128, 128), "ranges-bias"), ((16, 80), "dropout-everything")):
+        yield split(90, sizes, option, backend="wgmma")
+    for size, option in ((64, "ranges"), (128, "everything"), (256, "causal")):
+        yield split(90, (size, size), option, backend="wgmma", precision="tf32")
 
 
 def split(arch: int, sizes: tuple[int, int], option: str, **fields) -> Entry:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cuflash import UnsupportedError
-from tests.gpu.device import DRY, KINDS, Device, Kind
+from tests.gpu.device import DRY, KINDS, Device, Kind, capable
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -70,22 +70,7 @@ def device(compiled: None) -> Iterator[Device]:
 @pytest.fixture(params=KINDS, ids=str)
 def kind(request: pytest.FixtureRequest, device: Device) -> Kind:
     """Every backend with each of its dtypes, where the device's compute capability suffices."""
-    chosen: Kind = request.param
-    if not DRY:
-        from cuflash.backends import BACKENDS
-
-        row = next(row for row in BACKENDS if row.name == chosen.backend)
-        needed = {**row.capabilities, **row.of_inputs}[chosen.dtype]
-        found = int(device.xp.cuda.Device().compute_capability)
-        if found < needed or found > row.last_capability:
-            pytest.skip(f"{chosen} needs compute capability {needed / 10}, the device has {found / 10}")
-        if chosen.backend == "wgmma":
-            from cuflash import jit
-            from cuflash.schedules.wgmma import MIN_COMPILER
-
-            if jit.compiler() < MIN_COMPILER:
-                pytest.skip(f"{chosen} needs NVRTC {MIN_COMPILER}, found {jit.compiler()}")
-    return chosen
+    return capable(device, request.param)
 
 
 @pytest.hookimpl(wrapper=True)

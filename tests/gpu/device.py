@@ -14,11 +14,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 import cuflash
 from cuflash import problem
 from cuflash.backends import BACKENDS
 from cuflash.problem import canonical
+from cuflash.schedules.wgmma import MIN_COMPILER
 from tests.cases import DTYPES, Case
 from tests.tolerance import Expectation
 
@@ -37,10 +39,16 @@ class Kind(NamedTuple):
         return f"{self.backend}-{self.dtype}"
 
 
+#: kinds whose backward is another one's; test_split.py has them
+FORWARD_ONLY = (Kind("wgmma", "float32"),)
 KINDS = (
     [Kind("numpy", dtype) for dtype in DTYPES]
     if DRY
-    else [Kind(row.name, dtype) for row in BACKENDS for dtype in row.capabilities]
+    else [
+        kind
+        for kind in (Kind(row.name, dtype) for row in BACKENDS for dtype in row.capabilities)
+        if kind not in FORWARD_ONLY
+    ]
 )
 #: one dtype of 16 bits and float32, for what a further dtype of the same size would not change
 MAIN_KINDS = [kind for kind in KINDS if kind.dtype in ("float16", "float32")]
@@ -145,6 +153,22 @@ class Device:
             pool = self.xp.get_default_memory_pool()
             if pool.total_bytes() > 1 << 30:
                 pool.free_all_blocks()
+
+
+def capable(device: Device, kind: Kind) -> Kind:
+    """The kind; the test is skipped where the device, or its compiler, does not have it."""
+    if not DRY:
+        row = next(row for row in BACKENDS if row.name == kind.backend)
+        needed = {**row.capabilities, **row.of_inputs}[kind.dtype]
+        found = int(device.xp.cuda.Device().compute_capability)
+        if found < needed or found > row.last_capability:
+            pytest.skip(f"{kind} needs compute capability {needed / 10}, the device has {found / 10}")
+        if kind.backend == "wgmma":
+            from cuflash import jit
+
+            if jit.compiler() < MIN_COMPILER:
+                pytest.skip(f"{kind} needs NVRTC {MIN_COMPILER}, found {jit.compiler()}")
+    return kind
 
 
 def on_device(device: Device, options: dict[str, Any]) -> dict[str, Any]:

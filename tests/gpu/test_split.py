@@ -11,52 +11,63 @@ import pytest
 import cuflash
 from cuflash import problem
 from tests.cases import DROPOUT, OPTIONS, SINKS, STRIDES, VALUES, Case
-from tests.gpu.device import DRY, Device, Kind, check
+from tests.gpu.device import DRY, FORWARD_ONLY, Device, Kind, capable, check
 from tests.gpu.test_kernels import over_tiles
 from tests.tolerance import Expectation
 
 SPLIT = Kind("numpy" if DRY else "mma", "float32")
+SPLITS = [SPLIT] if DRY else [SPLIT, *FORWARD_ONLY]
+WIDEST_BY_WGMMA = 128
+
+
+@pytest.fixture(params=SPLITS, ids=str)
+def split(request: pytest.FixtureRequest, device: Device) -> Kind:
+    """float32 on tensor cores by mma.sync, and on Hopper by wgmma."""
+    return capable(device, request.param)
 
 
 @pytest.fixture(autouse=True)
-def capable(device: Device) -> None:
-    if not DRY and int(device.xp.cuda.Device().compute_capability) < 80:
-        pytest.skip("float32 on tensor cores needs compute capability 8.0")
+def on_tensor_cores(device: Device) -> None:
+    capable(device, SPLIT)
 
 
 # ---- options, shapes ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(device: Device, name: str) -> None:
-    check(device, SPLIT, over_tiles(name, OPTIONS[name]), backward=False)
+def test_options(device: Device, split: Kind, name: str) -> None:
+    check(device, split, over_tiles(name, OPTIONS[name]), backward=False)
 
 
 @pytest.mark.parametrize("name", [*SINKS, *DROPOUT])
-def test_options_behind_the_scores(device: Device, name: str) -> None:
-    check(device, SPLIT, over_tiles(name, {**SINKS, **DROPOUT}[name]), backward=False)
+def test_options_behind_the_scores(device: Device, split: Kind, name: str) -> None:
+    check(device, split, over_tiles(name, {**SINKS, **DROPOUT}[name]), backward=False)
 
 
 @pytest.mark.parametrize("head_dim", [1, 16, 33, 64, 80, 128, 160, 256])
 @pytest.mark.parametrize("causal", [False, True])
-def test_head_sizes(device: Device, head_dim: int, causal: bool) -> None:
-    check(device, SPLIT, Case("", seq_q=300, seq_k=411, head_dim=head_dim, causal=causal), backward=False)
+def test_head_sizes(device: Device, split: Kind, head_dim: int, causal: bool) -> None:
+    if split.backend == "wgmma" and head_dim > WIDEST_BY_WGMMA:
+        pytest.skip("left to mma: test_wide_heads_are_left_to_mma")
+    check(device, split, Case("", seq_q=300, seq_k=411, head_dim=head_dim, causal=causal), backward=False)
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 256), (1, 40)])
-def test_other_sizes_of_values(device: Device, head_dim: int, head_dim_v: int) -> None:
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 256), (1, 40), (72, 120)])
+def test_other_sizes_of_values(device: Device, split: Kind, head_dim: int, head_dim_v: int) -> None:
+    if split.backend == "wgmma" and max(head_dim, head_dim_v) > WIDEST_BY_WGMMA:
+        pytest.skip("left to mma: test_wide_heads_are_left_to_mma")
     case = Case("", seq_q=300, seq_k=411, head_dim=head_dim, head_dim_v=head_dim_v, heads_q=4)
-    check(device, SPLIT, case, backward=False)
+    check(device, split, case, backward=False)
 
 
 @pytest.mark.parametrize("name", STRIDES)
-def test_strides(device: Device, name: str) -> None:
+def test_strides(device: Device, split: Kind, name: str) -> None:
     for layout in ("bhsd", "bshd"):
         case = Case("", seq_q=150, seq_k=283, strides=name, layout=layout, head_dim=40, causal=True)
-        check(device, SPLIT, case, backward=False)
+        check(device, split, case, backward=False)
 
 
 @pytest.mark.parametrize("values", VALUES)
-def test_values(device: Device, values: str) -> None:
-    check(device, SPLIT, Case("", seq_q=150, seq_k=283, head_dim=64, values=values, causal=True), backward=False)
+def test_values(device: Device, split: Kind, values: str) -> None:
+    check(device, split, Case("", seq_q=150, seq_k=283, head_dim=64, values=values, causal=True), backward=False)
 
 
 # ---- beside plain float32 ----------------------------------------------------------------------------------------------
@@ -96,29 +107,30 @@ INPUTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", INPUTS)
-def test_as_exact_as_plain_float32(device: Device, name: str, head_dim: int) -> None:
+def test_as_exact_as_plain_float32(device: Device, split: Kind, name: str, head_dim: int) -> None:
     """The error may be a half larger than that of plain float32, and beside it a few units in the last place.
 
     Tensor cores truncate their sums, which shows where all terms have one sign, or where plain float32 has hardly any error.
     """
     q, k, v = INPUTS[name](*random(1, 1024, head_dim))
-    split, plain = (errors(device, backend, q, k, v) for backend in ("mma", "simt"))
+    found, plain = (errors(device, backend, q, k, v) for backend in (split.backend, "simt"))
     unit = 2.0**-24
-    assert (split[0] <= 1.5 * plain[0] + 3 * unit).all(), f"rms {split[0]}, plain {plain[0]}"
-    assert (split[1] <= 1.5 * plain[1] + 32 * unit).all(), f"largest {split[1]}, plain {plain[1]}"
+    assert (found[0] <= 1.5 * plain[0] + 3 * unit).all(), f"rms {found[0]}, plain {plain[0]}"
+    assert (found[1] <= 1.5 * plain[1] + 32 * unit).all(), f"largest {found[1]}, plain {plain[1]}"
 
 
-def test_heads_that_do_not_suit_have_the_bits_of_plain_float32(device: Device) -> None:
+def test_heads_that_do_not_suit_have_the_bits_of_plain_float32(device: Device, split: Kind) -> None:
     """And the others do not notice."""
     if DRY:
         pytest.skip("about two kernels")
     q, k, v = random(2, 600, 64)
-    before = cuflash.attention(*map(device.put, (q, k, v)), backend="mma", return_lse=True)
+    before = cuflash.attention(*map(device.put, (q, k, v)), backend=split.backend, return_lse=True)
     k[0, 1, 17] *= np.float32(1e-6)
-    split, plain = (
-        cuflash.attention(*map(device.put, (q, k, v)), backend=backend, return_lse=True) for backend in ("mma", "simt")
+    found, plain = (
+        cuflash.attention(*map(device.put, (q, k, v)), backend=backend, return_lse=True)
+        for backend in (split.backend, "simt")
     )
-    for got, want, old in zip(split, plain, before, strict=True):
+    for got, want, old in zip(found, plain, before, strict=True):
         np.testing.assert_array_equal(device.get(got[0, 1]), device.get(want[0, 1]))
         np.testing.assert_array_equal(device.get(got[0, 0]), device.get(old[0, 0]))
         assert (device.get(want[0, 0]) != device.get(old[0, 0])).any(), (
@@ -127,34 +139,35 @@ def test_heads_that_do_not_suit_have_the_bits_of_plain_float32(device: Device) -
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_what_is_not_finite_goes_where_it_went(device: Device, bad: float) -> None:
+def test_what_is_not_finite_goes_where_it_went(device: Device, split: Kind, bad: float) -> None:
     for name in range(3):
         arrays = random(3, 300, 64)
         arrays[name][0, 0, 5, 7] = bad
         found = [
             device.get(cuflash.attention(*map(device.put, arrays), backend="numpy" if DRY else backend, causal=True))
-            for backend in ("mma", "simt")
+            for backend in (split.backend, "simt")
         ]
         np.testing.assert_array_equal(np.isnan(found[0]), np.isnan(found[1]))
         assert np.isfinite(found[0][0, 1]).all()
 
 
-def test_repeats(device: Device) -> None:
+def test_repeats(device: Device, split: Kind) -> None:
     q, k, v = map(device.put, random(4, 700, 128))
-    first = device.get(cuflash.attention(q, k, v, backend=SPLIT.backend))
+    first = device.get(cuflash.attention(q, k, v, backend=split.backend))
     for _ in range(5):
         with device.poisoned():
-            np.testing.assert_array_equal(device.get(cuflash.attention(q, k, v, backend=SPLIT.backend)), first)
+            np.testing.assert_array_equal(device.get(cuflash.attention(q, k, v, backend=split.backend)), first)
 
 
 def test_chosen_where_calls_are_large(device: Device) -> None:
     if DRY:
         pytest.skip("about a device")
     large, small = (tuple(map(device.put, random(5, seq, 64))) for seq in (1024, 64))
-    assert cuflash.explain(*large).backend == "mma"
+    best = "wgmma" if int(device.xp.cuda.Device().compute_capability) == 90 else "mma"
+    assert cuflash.explain(*large).backend == best
     assert cuflash.explain(*small).backend == "simt"
     assert cuflash.explain(*large, backend="simt").backend == "simt"
-    assert cuflash.explain(*small, precision="tf32").backend == "mma"
+    assert cuflash.explain(*small, precision="tf32").backend == best
 
 
 def test_batch_invariance(device: Device) -> None:
@@ -167,7 +180,7 @@ def test_batch_invariance(device: Device) -> None:
 
 # ---- TF32 --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
-def test_tf32(device: Device, options: dict[str, Any]) -> None:
+def test_tf32(device: Device, split: Kind, options: dict[str, Any]) -> None:
     """Errors of 11 bits: more than float32 has, and few enough."""
     q, k, v = random(7, 600, 64)
     if DRY:
@@ -175,6 +188,7 @@ def test_tf32(device: Device, options: dict[str, Any]) -> None:
             cuflash.attention(q, k, v, precision="tf32", **options)
         return
     want = Expectation(problem.describe(q, k, v, **options)).out
+    options = {**options, "backend": split.backend}
     arrays = tuple(map(device.put, (q, k, v)))
     error = abs(device.get(cuflash.attention(*arrays, precision="tf32", **options)) - want).max()
     assert 1e-5 < error < 4e-3
@@ -194,7 +208,7 @@ def test_tf32_is_refused_elsewhere(device: Device) -> None:
         cuflash.attention(*(x.astype("float64") for x in arrays), precision="tf32")
 
 
-def test_workspace_is_linear(device: Device) -> None:
+def test_workspace_is_linear(device: Device, split: Kind) -> None:
     """A call takes as much beside its results as its inputs have, and a little for each head."""
     if DRY:
         pytest.skip("about the memory of a device")
@@ -206,8 +220,16 @@ def test_workspace_is_linear(device: Device) -> None:
         return device.xp.get_default_memory_pool().malloc(size)
 
     with device.xp.cuda.using_allocator(allocate):
-        cuflash.attention(q, k, v, backend="mma")
+        cuflash.attention(q, k, v, backend=split.backend)
     assert sum(taken) <= q.nbytes + sum(x.nbytes for x in (q, k, v)) + (1 << 16)
+
+
+def test_wide_heads_are_left_to_mma(device: Device) -> None:
+    if DRY:
+        pytest.skip("about a device")
+    for size in (136, 256):
+        q, k, v = map(device.put, random(9, 300, size))
+        assert cuflash.explain(q, k, v).backend == "mma"
 
 
 def test_wide_heads_are_left_to_simt(device: Device) -> None:
@@ -219,8 +241,8 @@ def test_wide_heads_are_left_to_simt(device: Device) -> None:
         cuflash.attention(q, k, v, backend="mma")
 
 
-def test_long_rows(device: Device) -> None:
+def test_long_rows(device: Device, split: Kind) -> None:
     """Chains of sums of 16384 keys."""
     case = Case("", batch=(), heads_q=1, heads_k=1, seq_q=64, seq_k=16384, head_dim=64)
     for values in ("normal", "constant"):
-        check(device, SPLIT, replace(case, values=values), backward=False)
+        check(device, split, replace(case, values=values), backward=False)
