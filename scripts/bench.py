@@ -352,7 +352,7 @@ def measure_speed(
                     topic,
                     "cuflash" if is_own else system,
                     direction=direction,
-                    backend=(names[system] or backend_of(q, k, v, causal)) if is_own else None,
+                    backend=(names[system] or backend_of(q, k, v, causal, direction)) if is_own else None,
                     **sizes,
                     ms=ms,
                     tflops=shape.operations(direction, causal) / ms / 1e9,
@@ -373,12 +373,22 @@ def own_calls(data: Data, causal: bool, backend: str | None, precision: str | No
     )
 
 
-def backend_of(q: Array, k: Array, v: Array, causal: bool) -> str:
-    """The backend that was timed; a fault in `explain` must not cost the times."""
+def backend_of(q: Array, k: Array, v: Array, causal: bool, direction: str) -> str:
+    """The backend that was timed; a fault in the choice must not cost the times."""
     try:
-        return str(cuflash.explain(q, k, v, causal=causal).backend)
+        from cuflash import backends, launch, problem
+
+        called, device = problem.describe(q, k, v, causal=causal).problem, launch.device(q.device.id)
+        return str(backends.select(called, device, {}, backward=direction == "backward")[0].name)
     except Exception as failure:
         return f"unknown: {type(failure).__name__}"
+
+
+def is_hopper() -> bool:
+    """Whether the device has compute capability 9.0."""
+    import cupy
+
+    return str(cupy.cuda.Device().compute_capability) == "90"
 
 
 def exact_results(data: Data, causal: bool) -> dict[str, tuple[Array, ...]]:
@@ -615,10 +625,15 @@ def named_precisions(session: Session) -> None:
                 "simt": {"backend": "simt"},
                 "mma": {"backend": "mma"},
                 "tf32": {"backend": "mma", "precision": "tf32"},
+                "wgmma": {"backend": "wgmma"},  # on Hopper, and forward alone
+                "wgmma tf32": {"backend": "wgmma", "precision": "tf32"},
             }
+            kinds = {name: kind for name, kind in kinds.items() if kind["backend"] != "wgmma" or is_hopper()}
             made = {name: own_calls(data, causal, **options) for name, options in kinds.items()}
             calls = {
-                direction: {name: pair[number] for name, pair in made.items()}
+                direction: {
+                    name: x[number] for name, x in made.items() if not number or kinds[name]["backend"] != "wgmma"
+                }
                 for number, direction in enumerate(("forward", "backward"))
             }
             for direction, systems in calls.items():

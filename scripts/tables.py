@@ -376,7 +376,15 @@ def precision(rows: list[Row]) -> str:
 
 def float32(rows: list[Row]) -> str:
     """float32 by plain multiply-adds, by tensor cores, and with precision="tf32"."""
-    return side_by_side(rows, {"`simt`": ("simt", None), "`mma`": ("mma", None), '`"tf32"`': ("mma", "tf32")})
+    kinds = {
+        "`simt`": ("simt", None),
+        "`mma`": ("mma", None),
+        "`wgmma`": ("wgmma", None),
+        '`"tf32"`': ("mma", "tf32"),
+        '`"tf32"` by `wgmma`': ("wgmma", "tf32"),
+    }
+    measured = {(row["backend"], row.get("precision")) for row in rows}
+    return side_by_side(rows, {title: kind for title, kind in kinds.items() if kind in measured})
 
 
 def narrow(rows: list[Row]) -> str:
