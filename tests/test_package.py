@@ -423,7 +423,7 @@ def test_bench_measures_packed_sequences(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("suite", ["bias", "written"])
 def test_bench_measures_modifiers(suite, monkeypatch):
-    """What a GPU is to be asked for, on the host: every call runs, and every row has its line."""
+    """What a GPU is to be asked for, on the host: every call runs, and every row has its place."""
     shape = bench.Shape(2, 4, 4, 24, 24, 16, 16)
     monkeypatch.setattr(bench, "modified_shapes", lambda _: [shape])
     monkeypatch.setattr(bench, "MODIFIED_BACKENDS", ("numpy",))
@@ -437,8 +437,8 @@ def test_bench_measures_modifiers(suite, monkeypatch):
     assert not [row for row in session.rows if row.get("failure")]
     assert len(session.rows) == {"bias": 2 * 16, "written": 2 * 4}[suite]
     lines = tables.TOPICS[suite](session.rows).splitlines()
-    assert len(lines) == len(session.rows) + 2
-    assert all(line.endswith("| 1.00 |") for line in lines[2:])
+    assert 2 * (len(lines) - 2) == len(session.rows), "a line has both directions"
+    assert all(line.endswith("| 1.00 | 1.00 |") for line in lines[2:])
 
 
 def test_pictures_are_drawn_from_what_is_measured(tmp_path, monkeypatch):
