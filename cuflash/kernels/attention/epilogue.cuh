@@ -82,8 +82,9 @@ __device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::
   if (!view.data) return;
   const i64 offset = place.offset(view);
   const SumUnit unit = OperandSums::unit(p, place, view, false);
-  const bool is_whole = SummedAxes(p, view, false).none();  // each element is one term, which needs no addition
-  const auto add = [&](int i, Real sum) {                   // to where element i belongs
+  // Each element is one term, which needs no addition; many modifiers leave no registers to tell.
+  const bool is_whole = Score::kAddsArray && SummedAxes(p, view, false).none();
+  const auto add = [&](int i, Real sum) {  // to where element i belongs
     const int q = At::q(f, corner, i), k = At::k(f, corner, i);
     OperandSum* to = element_at<OperandSum>(view, offset, q, k);
     if (!((q < place.seq_q(p)) & (k < place.key_count) & (sum != Real(0)))) return;
