@@ -109,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     const auto q = matrix<const Element>(p.q, place.offset(p.q, head));
     copy_tile<Config::kThreads, Config::kAligned>(shared.q[stage], q, row, rows, head_dim);
     const i64 line = (i64(batch_index) * p.heads_q + head) * p.rows_padded + place.padded_row<Config::kBlockQ>() + row;
-    copy_line<Config::kThreads, kChunked>(shared.statistics[stage],
-                                          static_cast<const RowStatistics*>(p.statistics) + line);
+    copy_line<Config::kThreads, !kLate>(shared.statistics[stage],
+                                        static_cast<const RowStatistics*>(p.statistics) + line);
     cp_async_commit_group();
   };
   const auto load_dout = [&](int head, int query_tile, int stage) {
@@ -133,15 +133,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   const ScoreFragment s_at(warp_key, warp_query);
   const auto as_it_is = [](int) { return 1.f; };
 
-  const auto add_queries = [&](int buffer, int tile_index) {
+  const auto add_queries = [&](int buffer, i64 tile_index) {
     if (!has_columns) return;
     float dq[QueryFragment::kSize];
     clear(dq);
-    gemm_columns_columns<Config::kBlockK, QueryFragment, Element, true>(dq, shared.scores[buffer], dq_row, shared.k,
-                                                                        column + dq_column);
+    gemm_columns_columns<Config::kBlockK, QueryFragment, Element, kLate>(dq, shared.scores[buffer], dq_row, shared.k,
+                                                                         column + dq_column);
     recall_rows();
     const int dq_chunks = Config::kHeadDim / Config::kChunk;
-    const i64 sum = i64(tile_index) * dq_chunks + (kChunked ? chunk : 0);
+    const i64 sum = tile_index * dq_chunks + (kChunked ? chunk : 0);
     const auto add = [&] { DqTile::add(static_cast<float*>(p.dq_sum) + sum * DqTile::kSize, dq); };
     if constexpr (Config::kDeterministic)
       in_turn(static_cast<u32*>(p.turns) + 1 + sum, tile, add);
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   place.head = start_head;
   DropKey key = drop_key(p, place);
   int query_tile = start_tile, next_head = start_head, next_tile = start_tile;
-  int before = -1;
+  i64 before = -1;
   for (int step = 0; step < steps; ++step) {
     const int stage = Config::kStages == 2 ? step & 1 : 0, dout_stage = Config::kDoutStages == 2 ? step & 1 : 0;
     bool more = step + 1 < steps;
@@ -189,17 +189,17 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
     // Products of this warp's P and dS.
     const auto add_values = [&](const auto& weights) {
-      gemm_registers_columns<ScoreFragment, ValueFragment, Element, true>(dv, weights, shared.dout[dout_stage],
-                                                                          column_v + warp_column_v, warp_query);
+      gemm_registers_columns<ScoreFragment, ValueFragment, Element, kLate>(dv, weights, shared.dout[dout_stage],
+                                                                           column_v + warp_column_v, warp_query);
     };
     const auto add_keys = [&](const auto& gradients) {
-      gemm_registers_columns<ScoreFragment, KeyFragment, Element, true>(dk, gradients, shared.q[stage],
-                                                                        column + warp_column, warp_query);
+      gemm_registers_columns<ScoreFragment, KeyFragment, Element, kLate>(dk, gradients, shared.q[stage],
+                                                                         column + warp_column, warp_query);
     };
     float s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
     clear(s);
-    gemm_rows_rows<Config::kHeadDim, ScoreFragment, Element, Config::kHeadDim / 16, true>(s, shared.k, warp_key,
-                                                                                          shared.q[stage], warp_query);
+    gemm_rows_rows<Config::kHeadDim, ScoreFragment, Element, Config::kHeadDim / 16, kLate>(s, shared.k, warp_key,
+                                                                                           shared.q[stage], warp_query);
     recall_rows();
     const Corner corner{query_tile * Config::kBlockQ, keys.begin};
     ScoreSlopes<ScoreFragment> slopes;
@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
         if constexpr (kOwnHalf) add_values(weights);
       });
     clear(dp);
-    gemm_rows_rows<Config::kHeadDimV, ScoreFragment, Element, Config::kHeadDimV / 16, true>(
+    gemm_rows_rows<Config::kHeadDimV, ScoreFragment, Element, Config::kHeadDimV / 16, kLate>(
         dp, shared.v, warp_key, shared.dout[dout_stage], warp_query);
     if constexpr (!kSharesRows) {
       if (has_columns_v) with_kept(s, add_values);
@@ -247,16 +247,16 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
     if constexpr (kSharesRows) {
       if (has_columns_v)
-        gemm_rows_columns<kOtherQueries, ValueFragment, Element, true>(dv, p_tile, warp_key, shared.dout[dout_stage],
-                                                                       column_v + warp_column_v, other_query);
+        gemm_rows_columns<kOtherQueries, ValueFragment, Element, kLate>(dv, p_tile, warp_key, shared.dout[dout_stage],
+                                                                        column_v + warp_column_v, other_query);
       if (Config::kDoutStages == 1) __syncthreads();  // dO is no longer read
     }
     recall_rows();
     if (Config::kDoutStages == 1 && more) load_dout(next_head, next_tile, 0);
     if (has_columns) {
       if constexpr (kSharesRows)
-        gemm_rows_columns<kOtherQueries, KeyFragment, Element, true>(dk, ds_tile, warp_key, shared.q[stage],
-                                                                     column + warp_column, other_query);
+        gemm_rows_columns<kOtherQueries, KeyFragment, Element, kLate>(dk, ds_tile, warp_key, shared.q[stage],
+                                                                      column + warp_column, other_query);
       else
         add_keys(s);
     }
@@ -264,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       __syncthreads();  // queries are no longer read
       if (more) load_queries(next_head, next_tile, 0);
     }
-    const int tile_index = (batch_index * p.heads_q + place.head) * query_tiles +
+    const i64 tile_index = (i64(batch_index) * p.heads_q + place.head) * query_tiles +
                            place.padded_row<Config::kBlockQ>() / Config::kBlockQ + query_tile;
     if constexpr (kLate) {
       if (step > 0 && warp >= Config::kWarps / 2) add_queries(buffer ^ 1, before);

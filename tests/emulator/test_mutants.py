@@ -129,7 +129,7 @@ MUTANTS = [
     sown("backward_mma", "dS is stored transposed",
          "store_pair(to.at(at.row(Fragment::slot(i)), at.column(i))", "store_pair(to.at(at.column(i), at.row(Fragment::slot(i)))"),
     sown("backward_mma", "P is multiplied in place of dS",
-         "KeyFragment, Element, true>(dk, ds_tile", "KeyFragment, Element, true>(dk, p_tile", tile="two columns"),
+         "KeyFragment, Element, kLate>(dk, ds_tile", "KeyFragment, Element, kLate>(dk, p_tile", tile="two columns"),
     sown("backward_mma", "dk is not scaled",
          "warp_column), [&](int) { return p.scale; })", "warp_column), as_it_is)"),
     sown("backward_mma", "dK is stored while K is read",

@@ -127,7 +127,6 @@ template <int kThreads, bool kLoops = false, class Item, int kLength> __device__
   if constexpr (kPieces <= kThreads && !kLoops) {  // fewer instructions, but more registers
     if (int(threadIdx.x) < kPieces) copy(int(threadIdx.x));
   } else {
-#pragma unroll 1
     for (int i = int(threadIdx.x); i < kPieces; i += kThreads) copy(i);
   }
 }
