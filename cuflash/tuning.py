@@ -32,7 +32,7 @@ class ForwardSplitTile(NamedTuple):
 
 
 class BackwardTile(NamedTuple):
-    """Tile of backward_mma.cu and backward_split.cu."""
+    """Tile of backward_mma.cu and backward_split.cu; `late`, in the former alone, adds dQ a step late."""
 
     block_q: int
     block_k: int
@@ -41,6 +41,7 @@ class BackwardTile(NamedTuple):
     stages: int
     dout_stages: int
     blocks_per_sm: int
+    late: bool = False
 
 
 class ColumnsTile(NamedTuple):
@@ -183,9 +184,13 @@ COLUMNS_SIMT = (
 )
 
 BACKWARD_MMA = (
-    # H200, 2026-11-29, bf16, B·S = 16384, against FA2 in one run: d 64 1.02 to 1.14 (64 x 64: 0.91 to 1.08)
+    # H200, 2026-11-30, bf16, B·S = 16384, d 64, TFLOP/s S 16384 full, S 4096 full and causal: 320, 309 and 294, FA2 in the same
+    # rotation 282, 263 and 227 (dQ at once: 305, 295 and 275, 64 x 64: 258, 250 and 243)
+    BackwardTile(32, 128, 4, 1, 2, 2, 2, late=True),
     BackwardTile(32, 128, 4, 1, 2, 2, 2),
-    # likewise, d 128: 1.01 to 1.12 (one column of warps: 0.88 to 1.01, 64 keys and two blocks: 0.93 to 1.05)
+    # likewise, d 128, S 16384 and 4096, full and causal: 351, 353, 336 and 318, FA2 304, 302, 283 and 252 (dQ at once: 315, 332,
+    # 303 and 306, 64 keys and two blocks: 297, 292, 289 and 272, 128 x 64: 249, 244, 241 and 226)
+    BackwardTile(64, 128, 8, 2, 2, 2, 1, late=True),
     BackwardTile(64, 128, 8, 2, 2, 2, 1),
     BackwardTile(64, 64, 4, 1, 2, 2, 2),
     BackwardTile(64, 64, 4, 1, 1, 1, 1),

@@ -158,6 +158,7 @@ class BackwardMma:
     blocks_per_sm: int
     aligned: bool
     exact: bool  # the head sizes are the padded ones
+    late: bool  # dq is added a step late, unless blocks take turns
     deterministic: bool = False  # blocks add to dq in turns
     sum_digits: int = 0  # of gradients of operands that are summed in fixed point
 
@@ -179,7 +180,8 @@ class BackwardMma:
         keys = tile_bytes(self.block_k, self.head_dim, itemsize) + tile_bytes(self.block_k, self.head_dim_v, itemsize)
         queries = tile_bytes(self.block_q, self.head_dim, itemsize) + 2 * 4 * self.block_q
         dout = tile_bytes(self.block_q, self.head_dim_v, itemsize)
-        scores = (2 if self.query_warps > 1 else 1) * tile_bytes(self.block_k, self.block_q, itemsize)
+        tiles_of_scores = 1 + (self.query_warps > 1) + (self.late and not self.deterministic)
+        scores = tiles_of_scores * tile_bytes(self.block_k, self.block_q, itemsize)
         return keys + self.stages * queries + self.dout_stages * dout + scores
 
     def chunks(self, problem: Problem) -> int:
@@ -407,6 +409,8 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardMma:
     for limit in (128, 64, 32) if head_dim + head_dim_v > 256 else (max(head_dim, head_dim_v),):
         chunk, chunk_v = chunk_of(head_dim, limit, step), chunk_of(head_dim_v, limit, step)
         for tile in tuning.BACKWARD_MMA:
+            if tile.late and problem.is_packed:  # the bounds of segments take the registers
+                continue
             # A tile's scores, dP and, if they are needed, those that entered; chunks have limits that leave room for them.
             scores = 3 if keeps_scores(problem) and max(head_dim, head_dim_v) <= 128 else 2
             accumulators = tile.block_k * (chunk + chunk_v + scores * tile.block_q) // (32 * tile.warps)
@@ -431,6 +435,7 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardMma:
                 blocks_per_sm=tile.blocks_per_sm,
                 aligned=aligned and rows_are_copied(max(padded_sizes), tile.warps),
                 exact=padded_sizes == (problem.head_dim, problem.head_dim_v),
+                late=tile.late,
             )
             if fits(config, shared_limit):
                 return config

@@ -5,6 +5,7 @@ Tiles are mostly forced to be small, so that lengths of a few dozen cross every 
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import count, product
 
 import numpy as np
@@ -16,10 +17,15 @@ from cuflash.modifiers import KeyLengths
 from cuflash.schedules import mma
 from tests.cases import DTYPES, OPTIONS, STRIDES, Case
 from tests.emulator import kernels
-from tests.emulator.kernels import SEEDS, check, check_call
+from tests.emulator.kernels import SEEDS
 
 #: sm_75 copies through registers and multiplies 8 deep; sm_80 has cp.async; sm_90 adds four sums at once
 TARGETS = ((75, "float16"), (80, "float16"), (80, "bfloat16"), (90, "bfloat16"))
+
+# On Hopper another backend would be chosen.
+check, check_call, forward = (
+    partial(run, requested="mma") for run in (kernels.check, kernels.check_call, kernels.forward)
+)
 
 FORWARD = tuning.ForwardTile(block_q=32, block_k=16, warps=2, stages=2, blocks_per_sm=1)
 BACKWARD = tuning.BackwardTile(block_q=32, block_k=32, warps=2, query_warps=1, stages=2, dout_stages=2, blocks_per_sm=1)
@@ -28,6 +34,8 @@ TILES = {
     "one stage": (FORWARD._replace(stages=1), BACKWARD._replace(stages=1, dout_stages=1)),
     "queries in registers": (FORWARD._replace(q_in_registers=True), BACKWARD._replace(dout_stages=1)),
     "two columns of warps": (FORWARD._replace(block_k=32), BACKWARD._replace(warps=4, query_warps=2)),
+    "late": (FORWARD, BACKWARD._replace(late=True)),
+    "late with two columns": (FORWARD, BACKWARD._replace(warps=4, query_warps=2, late=True)),
 }
 
 
@@ -67,7 +75,7 @@ def test_every_forward_tile(tile, target, row):
         call, _, _ = replace(case, seq_k=2 * row.block_k + extra_k).call()
         expectation = kernels.Expectation(call)
         for _ in range(2):
-            expectation.check_forward(*kernels.forward(call, large(arch), next(seeds)))
+            expectation.check_forward(*forward(call, large(arch), next(seeds)))
 
 
 @targets
@@ -186,12 +194,12 @@ def test_lengths_of_64_bits_and_out_of_range(tile):
     want, got = ([KeyLengths(np.array(n, np.int64), wide=True)] for n in ((0, 17, 45), (-3, 17, 2**40)))
     calls = [problem.describe(made["q"], made["k"], made["v"], modifiers=(m[0],)) for m in (want, got)]
     expectation = kernels.Expectation(calls[0])
-    expectation.check_forward(*kernels.forward(calls[1], 80))
+    expectation.check_forward(*forward(calls[1], 80))
 
 
 def test_without_statistics(tile):
     call, _, _ = Case("no lse", "bfloat16").call()
-    with_lse, without = (kernels.forward(call, 80, with_lse=flag) for flag in (True, False))
+    with_lse, without = (forward(call, 80, with_lse=flag) for flag in (True, False))
     assert without[1] is None
     np.testing.assert_array_equal(with_lse[0], without[0])
 

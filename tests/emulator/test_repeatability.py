@@ -31,6 +31,7 @@ TILES = {
     "two stages": BACKWARD,
     "one stage": BACKWARD._replace(stages=1, dout_stages=1),
     "two columns of warps": BACKWARD._replace(warps=4, query_warps=2),
+    "late": BACKWARD._replace(warps=4, query_warps=2, late=True),
 }
 
 

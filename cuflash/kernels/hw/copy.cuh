@@ -117,10 +117,16 @@ __device__ __forceinline__ void store_tile(SharedTile<kRows, kTileColumns, Eleme
 }
 
 // A contiguous array of kLength items whose address is a multiple of 16 bytes, as is its size.
-template <int kThreads, class Item, int kLength> __device__ __forceinline__ void copy_line(Item (&to)[kLength],
-                                                                                           const Item* from) {
+template <int kThreads, bool kLoops = false, class Item, int kLength> __device__ __forceinline__ void copy_line(
+    Item (&to)[kLength], const Item* from) {
   constexpr int kPieces = kLength * int(sizeof(Item)) / 16;
   static_assert(kLength * sizeof(Item) % 16 == 0, "whole 16-byte pieces only");
-  for (int i = int(threadIdx.x); i < kPieces; i += kThreads)
+  const auto copy = [&](int i) {
     copy_chunk(reinterpret_cast<float*>(to) + 4 * i, reinterpret_cast<const float*>(from) + 4 * i, 4);
+  };
+  if constexpr (kPieces <= kThreads && !kLoops) {  // fewer instructions, but more registers
+    if (int(threadIdx.x) < kPieces) copy(int(threadIdx.x));
+  } else {
+    for (int i = int(threadIdx.x); i < kPieces; i += kThreads) copy(i);
+  }
 }
