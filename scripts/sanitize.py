@@ -59,8 +59,9 @@ def cases() -> Iterator[Case]:
             else:
                 yield Case(row.name, dtype, 1, "causal")
                 yield Case(row.name, dtype, 0, "statistics")
-                yield Case(row.name, dtype, 0, "tangents")
-                yield Case(row.name, dtype, 1, "tangents")
+                if (row.name, dtype) != ("mma", "float32"):  # which leaves forward mode to simt
+                    yield Case(row.name, dtype, 0, "tangents")
+                    yield Case(row.name, dtype, 1, "tangents")
     for backend, dtypes in (("mma", decode_plan.MMA_CAPABILITIES), ("simt", decode_plan.SIMT_CAPABILITIES)):
         for dtype, pitch in product(dtypes, (0, 1)):
             yield Case(backend, dtype, pitch, "decode")
@@ -125,6 +126,7 @@ def run(case: Case) -> None:
         others = (cuflash.Documents, cuflash.BlockMask, cuflash.Dropout)
         options["modifiers"] = tuple(m for m in options.get("modifiers", ()) if not isinstance(m, others))
     options["backend"] = case.backend
+    forward_only = (case.backend, case.dtype) == ("wgmma", "float32")  # its backward is that of mma
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
     found: dict[str, Any] = {}
     if case.options == "statistics":
@@ -133,6 +135,8 @@ def run(case: Case) -> None:
         _, found["tangent"] = cuflash.attention_jvp(q, k, v, q, None, v, **options)
         if case.backend == "simt":
             found |= cuflash.attention_hvp(dout, q, k, v, q, None, v, **options)._asdict()
+    elif forward_only:
+        found = {"out": out}
     else:
         turns = case.options == "turns"
         gradients = cuflash.attention_backward(dout, q, k, v, out, lse, deterministic=turns, **options)

@@ -689,6 +689,7 @@ CUDA: dict[str, str] = {
     "or bool": "{0} || {1}",
     "not bool": "!{0}",
     "where bool": "{0} ? {1} : {2}",
+    "share real": "{0} * (Real(1) / {1})",
     "real int": "Real({0})",
     "int real": "whole({0})",
     **{f"{name} real": f"{name}_of({{0}})" for name in ("exp", "log", "tanh", "sqrt", "floor")},
@@ -720,7 +721,9 @@ class Text:
                 self.names[x] = self.leaf(x, arguments)
             else:
                 plain = x.op not in ("load", "call")
-                form = CUDA[f"{x.op} {x.args[0].type}"].format(*arguments) if plain else self.leaf(x, arguments)
+                # What numbers divide by is the same for all elements, and so is its reciprocal: the compiler takes it once.
+                op = "share" if x.op == "div" and x.args[1].op in ("scalar", "const") else x.op
+                form = CUDA[f"{op} {x.args[0].type}"].format(*arguments) if plain else self.leaf(x, arguments)
                 self.names[x] = f"x{len(self.lines)}"
                 self.lines.append(f"const {C_TYPES[x.type]} {self.names[x]} = {form};")
         return self.names[root]
