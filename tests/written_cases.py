@@ -178,7 +178,7 @@ def forms(sizes: tuple[int, ...], dtype: Any) -> dict[str, tuple[tuple[Modifier,
             (ScoreModifier("s - slope[h] * abs(q + seq_k - seq_q - k)", slope=slopes),),
             {"modifiers": (ALiBi(slopes),)},
         ),
-        "softcap": ((ScoreModifier("c * tanh(s / c)", c=3.0),), {"softcap": 3.0}),
+        "softcap": ((ScoreModifier("c * tanh(s / c)", c=2.0),), {"softcap": 2.0}),
         "softcap in CUDA": ((ScoreModifier("cap(s, c, r)", cap=cap, c=3.0, r=1 / 3.0),), {"softcap": 3.0}),
         "relative bias": (
             (ScoreModifier("s + table[bucket[q - k + last], h]", table=far, bucket=bucket, last=seq_k - 1),),

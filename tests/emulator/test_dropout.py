@@ -108,7 +108,7 @@ def test_seeds_in_memory(target: tuple[int, str]) -> None:
     ("old", "new", "dtype"),
     [
         ("drop<true>(s, s_at, key, p, corner);", "", "bfloat16"),
-        ("return softmax.inverse(slot) * drop_scale(p);", "return softmax.inverse(slot);", "bfloat16"),
+        ("softmax.inverse(slot) * drop_scale(p) * value", "softmax.inverse(slot) * value", "bfloat16"),
         ("mark_dropped<true>(s, s_at, key, p, corner);", "", "bfloat16"),
         ("marked < Real(0) ? Real(0) : dp", "dp", "bfloat16"),
         ("is_odd ? other : own, is_odd ? own : other", "own, other", "bfloat16"),

@@ -473,4 +473,5 @@ def test_strides_that_are_refused(tile, strides, array):
 def test_seeds_and_dtypes_are_all_there_are():
     assert {seed % 6 for seed in SEEDS} == set(range(6))
     assert len(MANY_SEEDS) >= 12
-    assert set(DTYPES) == set(next(row for row in BACKENDS if row.name == "wgmma").capabilities)
+    capabilities = set(next(row for row in BACKENDS if row.name == "wgmma").capabilities)
+    assert set(DTYPES) == capabilities - {"float32"}, "whose kernel is that of test_split_wgmma.py"
