@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cuflash import tensormap, tuning
-from cuflash.abi import STATISTICS
 from cuflash.errors import UnsupportedError
 from cuflash.place import Placed
 from cuflash.problem import Problem
@@ -19,13 +18,13 @@ from cuflash.schedules.base import WGMMA, padded, query_tiles
 from cuflash.schedules.wgmma import (
     GROUP_ROWS,
     GROUP_THREADS,
-    MIN_COMPILER,
     REGISTERS,
     REGISTERS_TO_LOOK,
     SCORED,
     STEP,
     TOLD_BYTES,
     channel_bytes,
+    unmet,
     weight,
 )
 from cuflash.tensormap import PANEL_ALIGNMENT, TensorMap, panel_bytes
@@ -89,13 +88,7 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], backward
     """Why a call is not taken, or None."""
     if backward:
         return "its backward of float32 is that of mma"
-    if 0 < device.compiler < MIN_COMPILER:
-        return f"NVRTC {device.compiler // 100}.{device.compiler % 100} is older than 12.9"
-    if asked := [name for name in STATISTICS if name in at]:
-        return f"it computes no statistics beside lse, and {', '.join(asked)} was asked for"
-    if not (problem.batch_size and problem.seq_q and problem.seq_k):
-        return "an array is empty, which no tensor map describes"
-    if reason := split.refusal(problem, device, at, backward):
+    if reason := unmet(problem, device, at) or split.refusal(problem, device, at, backward):
         return reason
     try:
         maps(problem, forward(problem, device.shared_limit, True))

@@ -206,14 +206,21 @@ class BackwardWgmmaSplit(BackwardWgmma):
 MIN_COMPILER = 1209  # older ones refuse a second -arch, which CuPy cannot be kept from giving
 
 
-def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_backward: bool) -> str | None:
-    """Why these kernels do not take the problem with arrays at these places, or None."""
+def unmet(problem: Problem, device: Device, at: Mapping[str, Placed]) -> str | None:
+    """What every kernel that is fed through tensor maps asks for and the call does not have, or None."""
     if 0 < device.compiler < MIN_COMPILER:
         return f"NVRTC {device.compiler // 100}.{device.compiler % 100} is older than 12.9"
     if asked := [name for name in STATISTICS if name in at]:
         return f"it computes no statistics beside lse, and {', '.join(asked)} was asked for"
     if not (problem.batch_size and problem.seq_q and problem.seq_k):
         return "an array is empty, which no tensor map describes"
+    return None
+
+
+def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_backward: bool) -> str | None:
+    """Why these kernels do not take the problem with arrays at these places, or None."""
+    if reason := unmet(problem, device, at):
+        return reason
     sparse = [m.name for m in problem.modifiers if m.knows_tiles()]
     if sparse and for_backward:
         return f"its backward does not pass over the tiles that {', '.join(sparse)} hides"
