@@ -22,6 +22,8 @@ DOUBLE = 11
 #: values of softmax_precision, as TensorProto.DataType numbers them
 PRECISIONS = {1: "FLOAT", 10: "FLOAT16", DOUBLE: "DOUBLE", 16: "BFLOAT16"}
 RAW, CAPPED, BIASED, SOFTMAX = range(4)  # values of qk_matmul_output_mode
+#: inputs of 16 bits with so few numbers are computed in float32: launching takes longer than what that costs
+MAX_WIDENED = 2**18
 
 
 class Outputs(NamedTuple):
@@ -100,7 +102,8 @@ def attention(
         c > 0: a scaled logit s becomes c·tanh(s/c); 0 is none.
     softmax_precision
         11, DOUBLE: everything is computed in float64.  1, 10 and 16 (FLOAT, FLOAT16, BFLOAT16) and None: in float32, for
-        float64 in float64, which is never less than what is asked for.
+        float64 in float64, which is never less than what is asked for.  The weights are then rounded to the dtype of V, as
+        the operator does, but not in small calls without `backend`, where Q, K and V have 2**18 numbers or fewer.
     return_qk_matmul_output
         Also return `qk_matmul_output`, the operator's fourth output.
     backend
@@ -176,7 +179,9 @@ def attention(
             softcap=softcap_or_none(softcap, dtype_name(q.dtype)),
         )
         if softmax_precision == DOUBLE:
-            node = node.in_float64()
+            node = node.widened(np.float64)
+        elif backend is None and node.is_small:
+            node = node.widened(np.float32)
         y, lse = computed(node, layout, backend)
         y = y.astype(dtype, copy=False)
         scores = None
@@ -203,12 +208,16 @@ class Node:
     scale: float
     softcap: float | None
 
-    def in_float64(self) -> Node:
-        """The same call with other sums."""
-        wide = {name: getattr(self, name).astype(np.float64) for name in ("q", "k", "v")}
-        if self.bias is not None:
-            wide["mask"] = self.mask.astype(np.float64)
-        return replace(self, **wide)
+    def widened(self, dtype: Any) -> Node:
+        """The same call with inputs of more bits."""
+        names = ("q", "k", "v") if self.bias is None else ("q", "k", "v", "mask")
+        return replace(self, **{name: getattr(self, name).astype(dtype) for name in names})
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the inputs have 16 bits and more of them would cost nothing that is noticed."""
+        numbers: int = self.q.size + self.k.size + self.v.size
+        return bool(self.q.dtype.itemsize == 2) and numbers <= MAX_WIDENED
 
     @property
     def sums(self) -> Any:

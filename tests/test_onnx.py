@@ -220,6 +220,29 @@ def test_double_precision_is_double() -> None:
         np.testing.assert_array_equal(cuflash.onnx.attention(*given, softmax_precision=code, **options).Y, single.Y)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize(("seq", "backend", "wide"), [(100, None, True), (600, None, False), (100, "numpy", False)])
+def test_small_calls_of_16_bits_are_computed_in_float32(
+    monkeypatch: Any, dtype: Any, seq: int, backend: str | None, wide: bool
+) -> None:
+    """Unless a backend is named; the bias goes along, and the result is rounded once."""
+    right, seen = cuflash.api.attention, []
+
+    def spied(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        seen.append({x.dtype.name for x in (q, k, v, options["bias"])})
+        return right(q, k, v, **options)
+
+    monkeypatch.setattr(cuflash.api, "attention", spied)
+    q, k, v = (numbers(1, 2, seq, 96, seed=seed).astype(dtype) for seed in range(3))
+    bias = numbers(seq, seq).astype(dtype)
+    found = cuflash.onnx.attention(q, k, v, bias, backend=backend).Y
+    assert seen == [{"float32"} if wide else {np.dtype(dtype).name}]
+    assert found.dtype == dtype
+    if wide:
+        single = cuflash.onnx.attention(*(x.astype(np.float32) for x in (q, k, v, bias))).Y
+        np.testing.assert_array_equal(found, single.astype(dtype))
+
+
 @pytest.mark.parametrize("options", [{}, {"is_causal": 1}, {"left_window_size": 1}, {"is_causal": 1, "mask": True}])
 def test_lengths_in_lists(options: dict[str, Any]) -> None:
     q, k = numbers(2, 1, 3, 4), numbers(2, 1, 5, 4, seed=1)

@@ -21,7 +21,8 @@ ALLOWED = {"float16": 2e-2, "bfloat16": 1e-1, "float32": 1e-4, "float64": 1e-12}
 def test_node_tests(device: Device, backend: str) -> None:
     """None fails anywhere, and where cuflash chooses the backend only bfloat16 may be refused, by old devices.
 
-    In 16 bits a result may be beyond the tolerance from the expected one where it is nearer than that to float64.
+    In 16 bits a named backend's result may be beyond the tolerance from the expected one where it is nearer than that to
+    float64.
     """
     pytest.importorskip("onnx", reason="onnx is in the extra named test")
     score = importlib.import_module("scripts.onnx_score")
@@ -29,7 +30,8 @@ def test_node_tests(device: Device, backend: str) -> None:
     assert len(rows) >= 93
     assert [row for row in rows if row["verdict"] == "failed"] == []
     refused, passed = ({row["dtype"] for row in rows if row["verdict"] == v} for v in ("refused", "passed"))
-    assert {row["dtype"] for row in rows if row["verdict"] == "nearer"} <= {"float16", "bfloat16"}
+    nearer = {row["dtype"] for row in rows if row["verdict"] == "nearer"}
+    assert nearer <= (set() if backend in ("numpy", "chosen") else {"float16", "bfloat16"})
     capability = 80 if DRY else int(device.xp.cuda.Device().compute_capability)
     if backend in ("numpy", "chosen"):
         assert refused <= ({"bfloat16"} if capability < 80 else set())
