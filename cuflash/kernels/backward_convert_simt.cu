@@ -17,8 +17,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
   place.set_batch(p, index / p.heads_q);
   const int row = place.enter_row<Config::kBlockQ>(p, padded_row);
   if (kPacked && row >= place.seq_q(p)) return;
-  const Real* sums = static_cast<const Real*>(p.dq_sum) + (i64(index) * p.rows_padded + padded_row) * p.dq_width;
+  const Real* const sums = static_cast<const Real*>(p.dq_sum) + (i64(index) * p.rows_padded + padded_row) * p.dq_width;
+  // Of a block of 8 rows and 8 columns, where its rows begin.
+  const Real* const blocks = sums + i64(padded_row % 2 * 4 - padded_row % 8) * p.dq_width + padded_row % 8 / 2 * 8;
   const Matrix<Element> dq = matrix<Element>(p.dq, place.offset(p.dq));
   for (int c = threadIdx.x % Config::kLanes; c < p.head_dim; c += Config::kLanes)
-    *dq.at(row, c) = Rounded<Element>::of(sums[c] * p.scale);
+    *dq.at(row, c) = Rounded<Element>::of((Config::kInBlocks ? blocks[c / 8 * 32 + c % 8] : sums[c]) * p.scale);
 }

@@ -4,14 +4,16 @@
 // it, for every query head of the group in turn.  Half of the warps compute S, P, dS and dK, the other half dQ, dP and dV; a warp
 // of either owns the same keys in S, dP, dK and dV.  S and dP are transposed, a row per key: then dS is an operand of dK as it
 // stands.  P and dP change halves through shared memory, where dS takes the place of dP for dQ, which is summed one step
-// late: the halves then have the same number of products between two barriers, those of one under the exponentials of the other.
-// dQ is added to sums in global memory, row-major with kHeadDim columns: the one sum whose order varies, unless blocks take turns.
+// late: products of one half run under the exponentials of the other.
+// dQ is added to sums in global memory: the one sum whose order varies, unless blocks take turns.
 // Invariants: all threads run the same steps; rows of Q and dO that see none of the keys, and keys that nobody sees, are zeros in
 // shared memory.  Only the first half reads Q, whose next tile arrives during a whole step, and only the second dO, whose
-// next tile arrives while dQ is computed.  In turns (kDeterministic): as in backward_mma.cu.
+// next tile arrives while dQ is computed.  A half never waits for all of the other, but for what it is about to read or to
+// overwrite (`Barrier`), so that the two need not be at the same place.  In turns (kDeterministic): as in backward_mma.cu.
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2.
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "hw/copy_simt.cuh"
+#include "hw/exp2_f64.cuh"
 #include "hw/gemm_swizzled_f64.cuh"
 #include "hw/ptx.cuh"
 #include "hw/turns.cuh"
@@ -28,13 +30,24 @@ static_assert(kHalf * kWarpKeys == Config::kBlockK && kWarpKeys % 16 == 0, "whol
 static_assert(kDqRows * kHalf == Config::kHeadDim * Config::kQueryWarps && kDqRows % 16 == 0, "whole products");
 static_assert(kDqQueries * Config::kQueryWarps == Config::kBlockQ && kDqQueries % 8 == 0, "whole products");
 static_assert(Config::kQueryWarps == 1 || kDqQueries == 8 || kDqQueries % 16 == 0, "what Pieces asks for");
-constexpr int kSecondHalf = 1;  // its barrier
+// Of each half; and those at which one half waits and the other just arrives.
+enum Barrier { kFirstHalf = 1, kSecondHalf, kPWritten, kPRead, kDpWritten, kDsWritten };
 
 typedef MmaFragment<kWarpKeys / 16, Config::kBlockQ / 8, true> ScoreFragment;
 typedef MmaFragment<kWarpKeys / 16, Config::kHeadDim / 8> KeyFragment;
 typedef MmaFragment<kWarpKeys / 16, Config::kHeadDimV / 8> ValueFragment;
 typedef MmaFragment<kDqRows / 16, kDqQueries / 8, true> QueryFragment;
 constexpr int kSums = KeyFragment::kSize > ValueFragment::kSize ? KeyFragment::kSize : ValueFragment::kSize;
+
+// Where sums of dQ lie: of a block of 8 queries and 8 columns the even queries first, then the odd ones, of each query 8 columns
+// side by side; blocks of the same queries next to each other.  What a warp adds at once are neighbours.
+__device__ __forceinline__ i64 first_sum(i64 query, int column) {
+  const int lane = int(threadIdx.x) % 32;
+  return query * Config::kHeadDim + column * 4 + lane % 4 * 8 + lane / 4;
+}
+__device__ __forceinline__ constexpr int sum_offset(int i) {  // of element i, from the thread's first one on
+  return (i / 4 % QueryFragment::kColumnBlocks * 8 + i % 2 * 4) * Config::kHeadDim + QueryFragment::slot(i) * 32;
+}
 
 struct SharedStorage {
   SwizzledTile<Config::kBlockK, Config::kHeadDim> k;
@@ -96,6 +109,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
   };
 
   const int warp = int(threadIdx.x) / 32 % kHalf, warp_key = warp * kWarpKeys;
+  const Exp2F64 exp2_f64;
   Real sums[kSums];  // dK or dV
   clear(sums);
 
@@ -122,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     place.head = head;
     const Corner corner{query_tile * Config::kBlockQ, keys.begin};
 
-    // What the score half carries over the barrier at which the halves meet; in the other half `s` is dP.
+    // What the score half carries over its wait for dP; in the other half `s` is dP.
     const ScoreFragment s_at(warp_key, 0, u32(recomputed(int(threadIdx.x))));
     ScoreSlopes<ScoreFragment> slopes;
     Real s[ScoreFragment::kSize];
@@ -136,10 +150,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
           tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {corner.k, corner.k + Config::kBlockK}));
 #pragma unroll
       for (int i = 0; i < ScoreFragment::kSize; ++i)
-        s[i] = probability(s[i], shared.statistics[stage][s_at.column(i)].shift, p);
+        s[i] = exp2_f64(fma_of(s[i], p.softmax_scale, -shared.statistics[stage][s_at.column(i)].shift));
       mark_dropped<Config::kBlockQ % 16 == 0>(s, s_at, drop_key(p, place), p, corner);
+      if (before >= 0) bar_sync(kPRead, Config::kThreads);
       with_kept(s, [&](const auto& weights) { store_rows_f64<ScoreFragment>(shared.p, warp_key, weights); });
+      bar_arrive(kPWritten, Config::kThreads);
+      bar_sync(kDpWritten, Config::kThreads);
     } else {
+      if (before >= 0) bar_sync(kDsWritten, Config::kThreads);  // and dO is no longer read
       if (steps > 0)
         copy_tile<kHalfThreads, Config::kAligned>(shared.dout,
                                                   source(p.dout, place.offset(p.dout), queries, p.head_dim_v), corner.q,
@@ -149,15 +167,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
         clear(dq);
         const int column = warp / Config::kQueryWarps * kDqRows, query = warp % Config::kQueryWarps * kDqQueries;
         multiply_transposed_f64<QueryFragment>(dq, shared.k, column, shared.ds, query);
-        const QueryFragment dq_at(column, query);
         const auto add = [&] {
-          Real* to = static_cast<Real*>(p.dq_sum) +
-                     (i64(before) * Config::kBlockQ + dq_at.first_column) * Config::kHeadDim + dq_at.first_row;
+          Real* const to = static_cast<Real*>(p.dq_sum) + first_sum(i64(before) * Config::kBlockQ + query, column);
 #pragma unroll
-          for (int i = 0; i < QueryFragment::kSize; ++i)
-            atomicAdd(to + (dq_at.column(i) - dq_at.first_column) * Config::kHeadDim +
-                          dq_at.row(QueryFragment::slot(i)) - dq_at.first_row,
-                      dq[i]);
+          for (int i = 0; i < QueryFragment::kSize; ++i) atomicAdd(to + sum_offset(i), dq[i]);
         };
         const auto meet = [] { bar_sync(kSecondHalf, kHalfThreads); };
         if constexpr (Config::kDeterministic)
@@ -167,12 +180,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       }
       if (steps <= 0) break;
       wait_for_copies();
-      bar_sync(kSecondHalf, kHalfThreads);  // dO has arrived, the previous dS is no longer read
+      bar_sync(kSecondHalf, kHalfThreads);  // dO has arrived, dQ no longer reads the previous dS
       clear(s);
       multiply_rows_f64<ScoreFragment>(s, shared.v, warp_key, shared.dout);
       store_rows_f64<ScoreFragment>(shared.ds, warp_key, s);
+      bar_arrive(kDpWritten, Config::kThreads);
+      bar_sync(kPWritten, Config::kThreads);
     }
-    __syncthreads();  // P and dP are complete
 
     if (has_scores) {
       Real dp[ScoreFragment::kSize];
@@ -186,12 +200,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       for (int i = 0; i < ScoreFragment::kSize; ++i) s[i] *= slopes[i];
       store_rows_f64<ScoreFragment>(shared.ds, warp_key, s);
       __syncwarp();  // this warp's dS is complete
-      multiply_rows_columns_f64<KeyFragment>(part<KeyFragment::kSize>(sums), shared.ds, warp_key, shared.q[stage]);
+      multiply_rows_columns_f64<KeyFragment>(part<KeyFragment::kSize>(sums), shared.ds, warp_key, shared.q[stage],
+                                             [] { bar_arrive(kDsWritten, Config::kThreads); });
       wait_for_copies();
+      bar_sync(kFirstHalf, kHalfThreads);  // the next Q has arrived, this one is no longer read
     } else {
-      multiply_rows_columns_f64<ValueFragment>(part<ValueFragment::kSize>(sums), shared.p, warp_key, shared.dout);
+      multiply_rows_columns_f64<ValueFragment>(part<ValueFragment::kSize>(sums), shared.p, warp_key, shared.dout, [&] {
+        if (next_steps > 0) bar_arrive(kPRead, Config::kThreads);
+      });
     }
-    __syncthreads();  // dS is complete, the next Q has arrived; P, Q and dO are no longer read
     before = number_of(head, query_tile);
     head = next_head;
     query_tile = next_tile;

@@ -108,6 +108,7 @@ class BackwardConvertSimt:
     lanes: int = 32
     rows: int = 8
     block_q: int = 0  # where sequences are packed: tile of the main kernel, to which segments are padded
+    in_blocks: bool = False  # the sums lie as backward_f64.cu adds them, not row by row
 
     @property
     def threads(self) -> int:

@@ -329,8 +329,10 @@ def idle(warps: int, blocks: int) -> float:
 
 
 def convert(problem: Problem, main: BackwardSimt | BackwardF64) -> BackwardConvertSimt:
-    """The kernel that brings the sums of dq into the caller's strides; they are row-major whatever the tile of `main`."""
-    return BackwardConvertSimt(block_q=main.block_q if problem.is_packed else 0)
+    """The kernel that brings the sums of dq into the caller's strides; they lie alike whatever the tile of `main`."""
+    return BackwardConvertSimt(
+        block_q=main.block_q if problem.is_packed else 0, in_blocks=isinstance(main, BackwardF64)
+    )
 
 
 def pressure(modifier: Modifier) -> int:

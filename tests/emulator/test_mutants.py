@@ -187,19 +187,27 @@ MUTANTS = [
               "if (x > to) atomicMax(&to, x);", "to = x;", case="fixed point"),
     # ---- the two halves of a block
     sown("backward_f64", "queries are read before they arrive",
-         "shared.q[stage]); wait_for_copies();", "shared.q[stage]);", case="float64"),
+         "wait_for_copies(); bar_sync(kFirstHalf", "bar_sync(kFirstHalf", case="float64"),
+    sown("backward_f64", "the first half's warps do not wait for each other",
+         "bar_sync(kFirstHalf, kHalfThreads);", "", case="float64"),
     sown("backward_f64", "dO is read before it arrives",
          "wait_for_copies(); bar_sync(kSecondHalf, kHalfThreads);", "bar_sync(kSecondHalf, kHalfThreads);", case="float64"),
     sown("backward_f64", "dP takes the place of a dS that is read",
          "bar_sync(kSecondHalf, kHalfThreads);  // dO", "//", case="float64"),
-    sown("backward_f64", "P and dP are not waited for",
-         "__syncthreads();  // P and dP are complete", "", case="float64"),
-    sown("backward_f64", "dS is not waited for",
-         "__syncthreads();  // dS is complete, the next Q has arrived; P, Q and dO are no longer read", "", case="float64"),
+    *(
+        sown("backward_f64", f"{what} is not waited for", f"bar_sync({barrier},", f"bar_arrive({barrier},", case="float64")
+        for what, barrier in (("P", "kPWritten"), ("dP", "kDpWritten"), ("dS", "kDsWritten"))
+    ),
     sown("backward_f64", "the last dQ is forgotten",
          "if (before >= 0) {", "if (before >= 0 && steps > 0) {", case="float64"),
     sown("backward_f64", "a warp's dS is not waited for",
          "__syncwarp();  // this warp's dS is complete", "", case="float64"),
+    sown("backward_f64", "weights of hidden keys are not 0",
+         "high = is_zero ?", "high = false ?", case="float64"),
+    sown("backward_f64", "a root stands for its neighbour",
+         "root, n & 31)", "root, n + 1 & 31)", case="float64"),
+    sown("backward_convert_simt", "sums of a block of 8 are read row by row",
+         "Config::kInBlocks ? ", "false ? ", case="float64"),
     sown_turn("backward_f64", "the turn is that of this step's tile",
               "+ 1 + before, tile", "+ 1 + number_of(head, query_tile), tile", case="turns in float64"),
     # ---- attention

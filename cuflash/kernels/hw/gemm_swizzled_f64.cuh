@@ -36,7 +36,8 @@ template <class Tile> struct Pieces {
   }
 };
 
-// c += a · bᵀ over all columns: rows of c are those of a from `row` on, its columns are all rows of b.
+// c += a · bᵀ over all columns: rows of c are those of a from `row` on, its columns are all rows of b.  Operands are loaded a
+// step ahead, so that a warp keeps the tensor cores busy by itself.
 template <class F, class A, class B>
 __device__ __forceinline__ void multiply_rows_f64(double (&c)[F::kSize], A& a, int row, B& b) {
   static_assert(A::kColumns == B::kColumns && A::kColumns % 16 == 0 && F::kColumnBlocks * 8 == B::kRows,
@@ -44,47 +45,66 @@ __device__ __forceinline__ void multiply_rows_f64(double (&c)[F::kSize], A& a, i
   const int lane = recomputed(int(threadIdx.x)) % 32;
   const Pieces<A> left(a, row + lane / 4, lane % 4);
   const Pieces<B> right(b, lane / 4, lane % 4);
-  constexpr int kUnroll = F::kRowBlocks == 1 ? 2 : 1;  // more takes registers
-#pragma unroll kUnroll
-  for (int k = 0; k < A::kColumns; k += 16) {
+  double x[2][F::kRowBlocks][4], y[2][F::kColumnBlocks][2];
+  const auto load = [&](int stage, int k) {
+    const int side = 8 * stage;
 #pragma unroll
-    for (int side = 0; side < 16; side += 8) {
-      double x[F::kRowBlocks][4];
+    for (int block = 0; block < F::kRowBlocks; ++block) {
 #pragma unroll
-      for (int block = 0; block < F::kRowBlocks; ++block) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[block][i] = left.at(16 * block + i % 2 * 8, side + i / 2 * 4)[k];
-      }
-#pragma unroll
-      for (int column = 0; column < F::kColumnBlocks; ++column) {
-        const double y[2] = {right.at(8 * column, side)[k], right.at(8 * column, side + 4)[k]};
-#pragma unroll
-        for (int block = 0; block < F::kRowBlocks; ++block) mma_f64(c + F::block(block, column), x[block], y);
-      }
+      for (int i = 0; i < 4; ++i) x[stage][block][i] = left.at(16 * block + i % 2 * 8, side + i / 2 * 4)[k];
     }
+#pragma unroll
+    for (int column = 0; column < F::kColumnBlocks; ++column) {
+      y[stage][column][0] = right.at(8 * column, side)[k];
+      y[stage][column][1] = right.at(8 * column, side + 4)[k];
+    }
+  };
+  const auto multiply = [&](int stage) {
+#pragma unroll
+    for (int column = 0; column < F::kColumnBlocks; ++column) {
+#pragma unroll
+      for (int block = 0; block < F::kRowBlocks; ++block)
+        mma_f64(c + F::block(block, column), x[stage][block], y[stage][column]);
+    }
+  };
+  load(0, 0);
+#pragma unroll 1
+  for (int k = 0; k < A::kColumns - 16; k += 16) {
+    load(1, k);
+    multiply(0);
+    load(0, k + 16);
+    multiply(1);
   }
+  load(1, A::kColumns - 16);
+  multiply(0);
+  multiply(1);
 }
 
-// c += a · b over all rows of b: rows of c are those of a from `row` on.
-template <class F, class A, class B>
-__device__ __forceinline__ void multiply_rows_columns_f64(double (&c)[F::kSize], A& a, int row, B& b) {
+// c += a · b over all rows of b: rows of c are those of a from `row` on.  Of a all is loaded first: then the warp needs it no
+// longer and `loaded` is called.
+template <class F, class A, class B, class Loaded>
+__device__ __forceinline__ void multiply_rows_columns_f64(double (&c)[F::kSize], A& a, int row, B& b, Loaded loaded) {
   static_assert(A::kColumns == B::kRows && F::kColumnBlocks * 8 == B::kColumns, "the same depth");
   const int lane = recomputed(int(threadIdx.x)) % 32;
   const Pieces<A> left(a, row + lane / 4, lane % 4);
   const Pieces<B> right(b, lane % 4, lane / 4);
+  double x[B::kRows / 8][F::kRowBlocks][4];
 #pragma unroll
   for (int k = 0; k < B::kRows; k += 8) {
-    double x[F::kRowBlocks][4];
 #pragma unroll
     for (int block = 0; block < F::kRowBlocks; ++block) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[block][i] = *left.at(16 * block + i % 2 * 8, k + i / 2 * 4);
+      for (int i = 0; i < 4; ++i) x[k / 8][block][i] = *left.at(16 * block + i % 2 * 8, k + i / 2 * 4);
     }
+  }
+  loaded();
+#pragma unroll
+  for (int k = 0; k < B::kRows; k += 8) {
 #pragma unroll
     for (int column = 0; column < F::kColumnBlocks; ++column) {
       const double y[2] = {*right.at(k, 8 * column), *right.at(k + 4, 8 * column)};
 #pragma unroll
-      for (int block = 0; block < F::kRowBlocks; ++block) mma_f64(c + F::block(block, column), x[block], y);
+      for (int block = 0; block < F::kRowBlocks; ++block) mma_f64(c + F::block(block, column), x[k / 8][block], y);
     }
   }
 }
@@ -145,6 +165,21 @@ __device__ __forceinline__ void copy_tile(SwizzledTile<kRows, kColumns>& to, con
   static_assert(kThreads % kLanes == 0, "whole rows of threads");
   thread = recomputed(thread);
   const int lane_row = thread / kLanes;
+  if constexpr (kVectors && kLanes == kPerRow) {
+    // Whole rows that are all there, as most tiles are: a tenth of the instructions.
+    if (first >= from.begin && first + kRows <= from.end && kColumns <= from.columns) {
+      constexpr int kAlike = kStep % 4 == 0 ? kStep : 4;  // rows at this distance have the same swizzle
+      const int c = thread % kLanes * kElements;
+      const double* source = from.data + (first + lane_row) * from.row + c;
+#pragma unroll
+      for (int r = 0; r < kRows; r += kStep) {
+        if (kRows % kStep != 0 && r + lane_row >= kRows) break;
+        copy_bytes<16>(to.at(lane_row + r % kAlike, c) + r / kAlike * kAlike * kColumns, source, 16);
+        source += kStep * from.row;
+      }
+      return;
+    }
+  }
 #pragma unroll
   for (int begin = 0; begin < kColumns; begin += kLanes * kElements) {
     const int c = begin + thread % kLanes * kElements;
