@@ -114,7 +114,11 @@ BACKENDS = (
     Backend("simt", "plain FMA units, true float32 and float64", {"float32": 75, "float64": 75}, 512, simt),
 )
 #: what not every backend has, by the name of the function that chooses its tile
-OFFERS = {"jvp": "forward mode", "hvp": "Hessian-vector products, which simt has for float32 and float64"}
+OFFERS = {
+    "jvp": "forward mode",
+    "hvp": "Hessian-vector products, which simt has for float32 and float64",
+    "in_turns": "deterministic backward",
+}
 NUMPY_REASON = "the arrays are on a GPU; it takes arrays on the host"
 
 

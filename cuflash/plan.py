@@ -121,15 +121,14 @@ def plan_forward(
     schedule = backend.schedule_of(problem)
     config = schedule.forward(problem, device.shared_limit, aligned, **kept)
     names = chain_names(problem)
-    out_dtype = "" if problem.out_dtype == problem.dtype else problem.out_dtype
-    variant = Variant(config.kernel, problem.dtype, names, config, out_dtype)
+    variant = variant_of(problem, names, config)
     steps = [Step(variant, grid(config, problem, device))]
     passes_bytes: Mapping[str, int] = {}
-    if isinstance(config, (split.ForwardSplit, split_wgmma.ForwardSplitWgmma)):
-        before = split.splitting(problem, config.planes, aligned)
+    if planes := getattr(config, "planes", 0):
+        before = split.splitting(problem, planes, aligned)
         rest = split.rest(problem, device.shared_limit, aligned, config)
         steps = [*steps_of(problem, split.names(names), *before), *steps, *steps_of(problem, names, rest)]
-        passes_bytes = split.workspace(problem, config.planes)
+        passes_bytes = split.workspace(problem, planes)
     of_values: dict[str, int] = {}
     if problem.scales:  # the second product wants the values in another order
         count = config.step_count(problem)
@@ -156,7 +155,13 @@ def plan_forward(
 
 def steps_of(problem: Problem, names: tuple[str, ...], *configs: Config) -> list[Step]:
     """Launches of kernels with these modifiers."""
-    return [Step(Variant(c.kernel, problem.dtype, names, c), c.blocks(problem)) for c in configs]
+    return [Step(variant_of(problem, names, c), c.blocks(problem)) for c in configs]
+
+
+def variant_of(problem: Problem, names: tuple[str, ...], config: Config) -> Variant:
+    """A kernel with these modifiers; what it multiplies may be planes in place of the arrays' elements."""
+    elements = getattr(config, "elements", problem.dtype)
+    return Variant(config.kernel, elements, names, config, "" if elements == problem.out_dtype else problem.out_dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -213,7 +218,7 @@ def grid(config: Config, problem: Problem, device: Device) -> int:
 
 def tensor_maps(variant: Variant, problem: Problem, at: Mapping[str, Placed]) -> tuple[TensorMap, ...]:
     """Maps of the arrays that a kernel reaches through them."""
-    if isinstance(variant.config, split_wgmma.ForwardSplitWgmma):
+    if getattr(variant.config, "planes", 0) and variant.maps:
         return split_wgmma.maps(problem, variant.config)
     return tuple(tensormap.describe(name, problem, at[name], variant.config.box_rows[name]) for name in variant.maps)
 
@@ -228,36 +233,38 @@ def plan_backward(
 ) -> Plan:
     """Plan of the backward: statistics, the main kernel, and where sums need it their conversion."""
     at = dict(places)
-    backend, reasons = select(problem, device, at, requested=requested, backward=True)
+    offer = "in_turns" if deterministic else ""
+    backend, reasons = select(problem, device, at, requested=requested, backward=True, offer=offer)
     axes = len(problem.out_shape)
     itemsize = ITEMSIZE[problem.dtype]
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v", "dout"))
     schedule = backend.schedule_of(problem)
     main = schedule.backward(problem, device.shared_limit, aligned)
     delta_aligned = all(at[name].aligned(16, axes) for name in ("out", "dout"))
-    delta = rows.delta(problem, itemsize, main.block_q, delta_aligned, main.statistics_rows)
+    has_planes = getattr(main, "has_planes", False)
+    delta = rows.delta(problem, itemsize, main.block_q, delta_aligned, main.statistics_rows, has_planes)
     padded = delta.rows_padded(problem)
     lines = problem.batch_size * problem.heads_q * padded
     counters = 0
     if deterministic and lines:  # without a query nothing is summed
-        main = replace(main, deterministic=True, sum_digits=words_of_sums(problem, at))
+        main = schedule.in_turns(main, words_of_sums(problem, at))
         delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks)
         counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
     convert = schedule.convert(problem, main)
     names = chain_names(problem)
     steps, split_bytes = steps_of(problem, names, delta, main, convert), {}
-    if isinstance(main, split.BackwardSplit):
-        before = split.splitting(problem, main.planes, aligned, backward=True)
-        rest = split.backward_rest(problem, device.shared_limit, aligned, main)
+    if planes := getattr(main, "planes", 0):
+        before = split.splitting(problem, planes, aligned, backward=True, grouped=has_planes)
+        rest = schedule.backward_rest(problem, device.shared_limit, aligned, main)
         rest = replace(rest, deterministic=main.deterministic, sum_digits=main.sum_digits)
         steps = [*steps_of(problem, split.names(names), *before), *steps_of(problem, names, delta, main, rest, convert)]
-        split_bytes = split.workspace(problem, main.planes, backward=True)
+        split_bytes = split.workspace(problem, planes, backward=True)
     if main.sum_digits:
         around = rows.BackwardBounds(), rows.BackwardSums(main.sum_digits)
         before_all, after_all = steps_of(problem, names, *around)
         steps = [before_all, *steps, after_all]
     planned = checked(*steps)
-    maps = Variant(main.kernel, problem.dtype, names, main).maps
+    variant = variant_of(problem, names, main)
     values = {
         **common_values(problem),
         "rows_padded": padded,
@@ -265,7 +272,7 @@ def plan_backward(
         "section": order.section(problem, device.cache_bytes, backward=True, deterministic=deterministic),
         **{f"{name}_vectors": vectors(at[name], axes) for name in ("dq", "dk", "dv")},
     }
-    template, offsets = pack("backward", problem, at, values, maps)
+    template, offsets = pack("backward", problem, at, values, variant.maps)
     real = np.dtype(problem.accumulator).itemsize
     return Plan(
         problem,
@@ -275,7 +282,7 @@ def plan_backward(
         planned,
         template,
         offsets,
-        tensor_maps(Variant(main.kernel, problem.dtype, names, main), problem, at),
+        tensor_maps(variant, problem, at),
         statistics_bytes=2 * real * lines,
         dq_sum_bytes=real * lines * main.dq_width,
         turns_bytes=4 * counters,

@@ -79,7 +79,7 @@ def prologue(variant: Variant) -> str:
             _visibility([m for m in chain if m.kind == "range"], [m for m in chain if m.kind == "mask"]),
             _sum([m for m in chain if m.kind == "sum"]),
             _drop([m for m in chain if m.kind == "drop"]),
-            _units([m for m in chain if m.kind == "units"]),
+            _units(variant, [m for m in chain if m.kind == "units"]),
             _operand_gradients(variant, chain),
             *(_gradient_sums(chain) if getattr(variant.config, "sum_digits", 0) else ()),
             *(_operand_tangents(chain) if variant.direction in ("jvp", "hvp") else ()),
@@ -230,14 +230,19 @@ def _drop(chain: list[type[Modifier]]) -> str:
     return f"constexpr bool kDrops = false;\nstruct {Dropout.__name__} {{ {none} }};"
 
 
-def _units(chain: list[type[Modifier]]) -> str:
-    """Whether heads have scales of their own; without them what `Scales` says does not matter."""
+def _units(variant: Variant, chain: list[type[Modifier]]) -> str:
+    """Whether heads have scales of their own; without them what `Scales` says does not matter.
+
+    Those of planes are found by the kernels that write these (kernels/attention/plane_units.cuh).
+    """
+    if getattr(variant.config, "has_planes", False):
+        return "constexpr bool kHasPlanes = true, kHasScales = true;\nstruct PlaneScales;\ntypedef PlaneScales Scales;"
     if chain:
-        return "constexpr bool kHasScales = true;"
+        return "constexpr bool kHasPlanes = false, kHasScales = true;"
     none = " ".join(
         f"{_QUALIFIERS} Real {name}(const Params&, const Place&) {{ return 1; }}" for name in ("of_scores", "of_values")
     )
-    return f"constexpr bool kHasScales = false;\nstruct {Scales.__name__} {{ {none} }};"
+    return f"constexpr bool kHasPlanes = false, kHasScales = false;\nstruct {Scales.__name__} {{ {none} }};"
 
 
 def _sums(variant: Variant, chain: list[type[Modifier]]) -> Iterator[str]:

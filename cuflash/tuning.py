@@ -248,6 +248,22 @@ FORWARD_WGMMA = (
     ForwardWgmmaTile(256, 128, 16, 2, 1, continuous=False),
 )
 
+# The same kernel with planes of float32 numbers, whose producer has to look up what they count.
+FORWARD_WGMMA_PLANE = (
+    ForwardWgmmaTile(64, 192, 96, 4, 2, continuous=False, max_weight=7),
+    ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_keys=3072, max_weight=9),
+    ForwardWgmmaTile(128, 192, 80, 3, 1, continuous=False, max_weight=7),
+    ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_weight=9),
+    ForwardWgmmaTile(128, 128, 64, 3, 2, continuous=True, max_weight=40),
+    ForwardWgmmaTile(128, 128, 32, 4, 2, continuous=True),
+    ForwardWgmmaTile(192, 128, 96, 2, 1, continuous=False, max_weight=9),
+    ForwardWgmmaTile(192, 128, 64, 2, 1, continuous=False, max_weight=40),
+    ForwardWgmmaTile(192, 128, 32, 2, 1, continuous=False),
+    ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, max_weight=7),
+    ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False, max_weight=13),
+    ForwardWgmmaTile(256, 128, 16, 2, 1, continuous=False),
+)
+
 # The same kernel with 8-bit inputs; H200, 2026-11-30, d 128, TFLOP/s full and causal.
 FORWARD_WGMMA_E4M3 = (
     ForwardWgmmaTile(64, 192, 128, 4, 2, continuous=False, max_weight=1),

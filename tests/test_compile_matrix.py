@@ -252,8 +252,13 @@ def split_entries() -> Iterator[Entry]:
         yield split(90, (size, size), option, backend="wgmma")
     for sizes, option in (((128, 128), "plain"), ((128, 128), "ranges-bias"), ((16, 80), "dropout-everything")):
         yield split(90, sizes, option, backend="wgmma")
-    for size, option in ((64, "ranges"), (128, "everything"), (256, "causal")):
+    for size, option in (
+        *((64, "ranges"), (128, "everything"), (256, "causal"), (128, "ranges"), (64, "alibi"), (128, "softcap")),
+        *((128, "ranges-mask"), (192, "ranges"), (96, "plain"), (64, "sparse-everything")),
+    ):
         yield split(90, (size, size), option, backend="wgmma", precision="tf32")
+    for size, option in ((64, "ranges-mask"), (64, "softcap"), (32, "ranges"), (64, "plain")):
+        yield split(90, (size, size), option, backend="wgmma")
 
 
 def split(arch: int, sizes: tuple[int, int], option: str, **fields) -> Entry:

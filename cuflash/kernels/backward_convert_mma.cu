@@ -1,11 +1,14 @@
 // After the backward of a tensor-core schedule: dq = scale · the float32 sums, rounded, in the caller's strides.
 //
-// The sums lie in the order of the main kernel's registers (SumTile); the same fragment tells their rows and columns.
+// The sums lie in the order of the main kernel's registers (SumTile); the same fragment tells their rows and columns.  Where
+// that multiplies planes, those of the heads that these do not stand for lie row by row, as backward_simt.cu adds them up.
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "hw/copy.cuh"
+#include "hw/fragment_simt.cuh"
 #include "hw/fragment.cuh"
 #include "hw/reduce.cuh"
 #include "attention/epilogue.cuh"
+#include "attention/plane_units.cuh"
 
 constexpr int kDqWarpRows = Config::kBlockQ / (Config::kWarps / Config::kDqWarpColumns);
 constexpr int kDqWarpWidth = Config::kChunk / Config::kDqWarpColumns;
@@ -35,6 +38,17 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
   for (int i = 0; i < QueryFragment::kSize; ++i) dq[i] = sums[DqTile::offset(i / 4, threadIdx.x, i % 4)];
   const int warp = int(threadIdx.x) / 32;
   const QueryFragment at(warp / Config::kDqWarpColumns * kDqWarpRows, warp % Config::kDqWarpColumns * kDqWarpWidth);
+  if constexpr (kHasPlanes) {
+    if (is_split(p, place)) {
+      const PowerOfTwo unit = GradientExponents(p, place).dq();
+#pragma unroll
+      for (int i = 0; i < QueryFragment::kSize; ++i) dq[i] = unit.times(dq[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < QueryFragment::kSize; ++i)
+        dq[i] = sums[at.row(QueryFragment::slot(i)) * Config::kChunk + at.column(i)];
+    }
+  }
   store_fragment(tile, dq, at, [&](int) { return p.scale; });
   __syncthreads();
   const int column = chunk * Config::kChunk;

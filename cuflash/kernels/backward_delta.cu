@@ -4,10 +4,12 @@
 //
 // Job: a few lanes share a row and read it in 16-byte pieces; rows from seq_q to rows_padded get statistics that make their
 // probabilities 0, so that the main kernel needs no test for them.
-// Invariant: every element of `statistics`, `dq_sum` and, if there are any, `turns` is written.
+// Invariant: every element of `statistics`, `dq_sum` and, if there are any, `turns` is written.  Where the main kernel multiplies
+// planes, statistics of the heads that these stand for are in its units.
 // Source: FlashAttention-2 (arXiv:2307.08691), section 3.1.2; delta replaces the sum over keys of p·dp.
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "attention/mask.cuh"
+#include "attention/plane_units.cuh"
 #include "attention/softmax.cuh"
 #include "hw/reduce.cuh"
 
@@ -66,6 +68,12 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
       statistics = row_statistics(static_cast<const Real*>(p.lse.data)[place.offset(p.lse) + row * p.lse.row], delta);
     }
     if constexpr (kHasSinks) store_sink_gradient(p, place, row, statistics);
+    if constexpr (kHasPlanes) {
+      if (is_split(p, place)) {
+        statistics.shift -= kProbabilityLift;
+        statistics.delta = GradientExponents(p, place).delta().times(statistics.delta);
+      }
+    }
     if constexpr (Config::kStatisticsRows > 1) {
       constexpr int kRows = Config::kStatisticsRows;
       TileStatistics<kRows>& tile = static_cast<TileStatistics<kRows>*>(p.statistics)[line / kRows];

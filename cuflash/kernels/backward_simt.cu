@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     if (has_scores) {
 #pragma unroll
       for (int slot = 0; slot < ScoreFragment::kSlots; ++slot)
-        statistics[slot] = static_cast<const RowStatistics*>(p.statistics)[line + s_at.row(slot)];
+        statistics[slot] = statistics_of<Config::kStatisticsRows>(p.statistics, line + s_at.row(slot));
       multiply_abt<ScoreFragment, Config::kHeadDim, kPitch, kPitch>(s, s_at, shared.q.data, shared.k.data);
       scores_of<true>(
           s, slopes, s_at, p, place, corner,

@@ -12,6 +12,7 @@
 // shared memory.
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2; taking turns: FlashAttention-3 (arXiv:2407.08608), section 3.1.
 #include "variant.cuh"  // generated: Config, Params, modifiers
+#include "hw/fragment_simt.cuh"
 #include "attention/epilogue.cuh"
 #include "backward_wgmma_inputs.cuh"
 
@@ -41,6 +42,8 @@ struct SharedStorage {
   __device__ __forceinline__ float* dq(int slot) { return reinterpret_cast<float*>(dq_data + slot * kDqBytes); }
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/wgmma.py disagrees");
+static_assert(!(kHasPlanes && (kAddsGradients || Config::kDeterministic)),
+              "dS is lifted; what is left has other tiles");
 
 constexpr bool kRecomputes = Config::kLateDp;
 
@@ -145,18 +148,20 @@ struct Consumer {
     const int first_key = corner.k + own_rows();
     Place place = now.place;
     place.head = at.head;
+    const auto& units = in_units(p, shared.channels);
     ScoreSlopes<ScoreFragment> slopes;
     scores_of<true>(
         s, slopes, s_at, p, place, corner,
-        tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {first_key, first_key + kWarpgroupRows}));
+        tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {first_key, first_key + kWarpgroupRows}),
+        units.scale);
     const Statistics& statistics = shared.channels.statistics[cursor.slot];
-    probabilities_of(s, s_at, statistics, p);
+    probabilities_of(s, s_at, statistics, units);
     probabilities.pack<Element>(s);
     if constexpr (!kAddsGradients) scale_by(s, slopes);
     if constexpr (Config::kLateDp) issue_dp(dp);
     wgmma_wait_group<0>();
     pin(dp);
-    score_gradients_of(s, dp, s_at, statistics);
+    score_gradients_of(s, dp, s_at, statistics, units);
     if constexpr (kAddsGradients) {  // they are gradients of what comes behind the slopes
       for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
       add_score_gradients(s, slopes, s_at, p, place, corner);
@@ -239,16 +244,35 @@ struct Consumer {
   __device__ __forceinline__ void store(Tile& tile, const float (&x)[kSize], float scale, const TensorMap& map) const {
     store_gradient(tile, group * kWarpgroupRows, x, scale, map, p, shared.channels.work, kGroupBarrier + group);
   }
+  // float32 numbers go straight from registers into the array.
+  template <int kSize>
+  __device__ __forceinline__ void store(const View& to, float (&x)[kSize], PowerOfTwo unit, float scale, int columns,
+                                        bool pairs) const {
+    typedef MmaFragment<1, kSize / 4> Fragment;
+    const Work& done = shared.channels.work;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) x[i] = unit.times(x[i]);
+    store_rows<Fragment>(x, Fragment(warp_key(threadIdx.x), 0), matrix<OutElement>(to, done.place.key_offset(to)),
+                         done.keys, {0, columns}, pairs, [&](int) { return scale; });
+  }
 };
 
 __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, const Work& work, int group) {
   Consumer consumer(p, shared, work, group);
   await_keys<kAllBarrier, kGroups * kWarpgroupThreads>(p, shared.in, shared.channels, work);
   if (work.steps > 0) consumer.walk();
-  consumer.store(shared.in.v, consumer.dv, 1.f, p.dv_map);
-  bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K
-  consumer.store(shared.in.k, consumer.dk, p.scale, p.dk_map);
-  if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group<0>();
+  [&](const auto& p) {
+    if constexpr (kHasPlanes) {
+      const GradientExponents exponent(p, shared.channels.work.place);
+      consumer.store(p.dv, consumer.dv, exponent.dv(), 1.f, p.head_dim_v, p.dv_vectors);
+      consumer.store(p.dk, consumer.dk, exponent.dk(), p.scale, p.head_dim, p.dk_vectors);
+    } else {
+      consumer.store(shared.in.v, consumer.dv, 1.f, p.dv_map);
+      bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K
+      consumer.store(shared.in.k, consumer.dk, p.scale, p.dk_map);
+      if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group<0>();
+    }
+  }(p);
 }
 
 // One thread: adds dQ of every second step when it is the block's turn, while the consumers go on.
@@ -287,6 +311,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   __syncthreads();
   const Work work = shared.channels.work;
   if (kPacked && is_empty(work.keys)) return;  // the number of a tile that its segment has no rows for
+  if (kHasPlanes && !is_split(p, work.place)) return;
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();

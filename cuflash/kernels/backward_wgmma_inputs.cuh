@@ -2,6 +2,7 @@
 //
 // K and V of a block arrive once, queries with their statistics and dO through channels, in the order of the walk.
 #pragma once
+#include "attention/plane_units.cuh"
 #include "attention/softmax.cuh"
 #include "attention/walk.cuh"
 #include "hw/gemm_wgmma.cuh"
@@ -20,7 +21,7 @@ struct InputTiles {
   DoutTile dout[Config::kStages];
 };
 typedef TileStatistics<Config::kBlockQ> Statistics;
-struct InputChannels {
+struct InputChannels : GradientUnits<kHasPlanes> {
   Statistics statistics[Config::kStages];
   Channel<1> keys;
   Channel<Config::kStages> queries, douts;
@@ -39,6 +40,7 @@ struct InputChannels {
 // the order in which they start.
 __device__ __forceinline__ void set_work(const Params& p, InputChannels& channels) {
   channels.work = Work(p, Config::kDeterministic ? int(channels.started) : int(blockIdx.x));
+  channels.read_units(p, channels.work.place);
 }
 // Of the sums that are added in one turn; the first word counts the blocks.
 __device__ __forceinline__ u32* turn_counter(const Params& p, i64 sums) {
@@ -92,29 +94,30 @@ __device__ __forceinline__ void await_keys(const Params& p, InputTiles& tiles, I
 }
 
 // In place: scores -> P, a row per key; elements 4j .. 4j + 3 are two rows of the same two columns.
-template <class Fragment>
+template <class Fragment, class P>
 __device__ __forceinline__ void probabilities_of(float (&s)[Fragment::kSize], const Fragment& f,
-                                                 const Statistics& statistics, const Params& p) {
+                                                 const Statistics& statistics, const P& p) {
+  constexpr int kLift = kHasPlanes ? kProbabilityLift : 0;
 #pragma unroll
   for (int i = 0; i < Fragment::kSize; i += 4) {
     const Pair<float> shift = load_pair(statistics.shift + f.column(i));
-    s[i] = probability(s[i], shift.first, p);
-    s[i + 1] = probability(s[i + 1], shift.second, p);
-    s[i + 2] = probability(s[i + 2], shift.first, p);
-    s[i + 3] = probability(s[i + 3], shift.second, p);
+    s[i] = probability<kLift>(s[i], shift.first, p);
+    s[i + 1] = probability<kLift>(s[i + 1], shift.second, p);
+    s[i + 2] = probability<kLift>(s[i + 2], shift.first, p);
+    s[i + 3] = probability<kLift>(s[i + 3], shift.second, p);
   }
 }
-// In place: P -> the gradients of the scores.
-template <class Fragment>
+// In place: P -> the gradients of the scores; of planes both are lifted, as is delta.
+template <class Fragment, class P>
 __device__ __forceinline__ void score_gradients_of(float (&s)[Fragment::kSize], const float (&dp)[Fragment::kSize],
-                                                   const Fragment& f, const Statistics& statistics) {
+                                                   const Fragment& f, const Statistics& statistics, const P& p) {
 #pragma unroll
   for (int i = 0; i < Fragment::kSize; i += 4) {
     const Pair<float> delta = load_pair(statistics.delta + f.column(i));
-    s[i] = score_gradient(s[i], dp[i], delta.first);
-    s[i + 1] = score_gradient(s[i + 1], dp[i + 1], delta.second);
-    s[i + 2] = score_gradient(s[i + 2], dp[i + 2], delta.first);
-    s[i + 3] = score_gradient(s[i + 3], dp[i + 3], delta.second);
+    s[i] = score_gradient(s[i], dp[i], delta.first, p);
+    s[i + 1] = score_gradient(s[i + 1], dp[i + 1], delta.second, p);
+    s[i + 2] = score_gradient(s[i + 2], dp[i + 2], delta.first, p);
+    s[i + 3] = score_gradient(s[i + 3], dp[i + 3], delta.second, p);
   }
 }
 

@@ -185,7 +185,7 @@ struct KeyConsumer : Consumer {
       s[j + 2] = part.z;
       s[j + 3] = part.w;
     }
-    score_gradients_of(s, dp, s_at, shared.channels.statistics[cursor.slot]);
+    score_gradients_of(s, dp, s_at, shared.channels.statistics[cursor.slot], p);
     release_by_warp(shared.probabilities, 0);
     p_cursor.advance();
     if constexpr (kAddsGradients) {  // no modifier has slopes or is asked for its scores (schedules/wgmma.py)

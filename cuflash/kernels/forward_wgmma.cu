@@ -11,9 +11,11 @@
 // arrays or a packed segment do not have are zeros.
 // Source: FlashAttention-3 (arXiv:2407.08608), algorithms 1 and 2.
 #include "variant.cuh"  // generated: Config, Params, modifiers
+#include "hw/fragment_simt.cuh"
 #include "hw/gemm_mma.cuh"
 #include "hw/gemm_wgmma.cuh"
 #include "attention/epilogue.cuh"
+#include "attention/plane_units.cuh"
 #include "attention/units.cuh"
 
 constexpr int kGroups = Config::kBlockQ / kWarpgroupRows;  // of consumers
@@ -22,6 +24,7 @@ constexpr int kGroupBarrier = 1, kAllBarrier = kGroupBarrier + kGroups;
 constexpr int kBytes = sizeof(Element);
 constexpr bool kIsNarrow = kBytes == 1;                     // forward_values.cu has laid out the values
 constexpr int kScoreDepth = Config::kHeadDim * kBytes / 2;  // of the products that make scores
+constexpr bool kIsWide = sizeof(OutElement) == 4;           // the output goes straight from registers into the array
 
 typedef PanelTile<Config::kBlockQ, Config::kHeadDim, kBytes> QueryTile;
 typedef PanelTile<Config::kBlockK, Config::kHeadDim, kBytes> KeyTile;
@@ -51,7 +54,8 @@ struct SharedStorage {
   QueryTile q[Config::kQueryStages];
   KeyTile k[Config::kStages];
   ValueTile v[Config::kStages];
-  alignas(Config::kSeparateOut ? 1024 : 16) unsigned char out_data[Config::kSeparateOut ? OutTile::kBytes : 16];
+  static constexpr bool kHoldsOut = Config::kSeparateOut && !kIsWide;
+  alignas(kHoldsOut ? 1024 : 16) unsigned char out_data[kHoldsOut ? OutTile::kBytes : 16];
   Channel<Config::kQueryStages> queries;
   Channel<Config::kStages> keys, values;
   Tile tiles[2 * Config::kQueryStages];  // twice as many: one is still asked about when its queries have been replaced
@@ -68,7 +72,8 @@ static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/wgmma.py
 static_assert(Config::kSeparateOut || (Config::kQueryStages == 1 && OutTile::kPanels <= QueryTile::kPanels),
               "the output may only take the place of a single tile of queries that is as wide");
 constexpr bool kTells = Visibility::kHidesTiles || Visibility::kClearsTiles;
-static_assert(!kTells || !kPacked, "packs have no modifier that looks at tiles");
+static_assert(!kTells || !(kPacked || kHasPlanes),
+              "one thread passes over tiles that are nobody's, or another kernel's");
 static_assert(!Config::kContinuous || (Config::kSeparateOut && Config::kQueryStages > 1),
               "the next queries arrive before this output is stored");
 
@@ -186,13 +191,15 @@ struct Taker {
   __device__ __forceinline__ explicit Taker(const Params& p)
       : taken(static_cast<u32*>(p.tile_counter)), index(blockIdx.x) {}
   __device__ __forceinline__ void advance() { index = (taken ? int(atomicAdd(taken, 1u)) : index) + int(gridDim.x); }
-  // The tile at hand, or with numbers that their segments have no rows for, the first one after these.
+  // The tile at hand, or with numbers that their segments have no rows for, or heads that planes do not stand for, the first one
+  // after these.
   __device__ __forceinline__ Tile tile(const Params& p) {
     Tile tile;
     tile.row = -1;
     while (index < tile_count(p)) {
       tile = tile_of(p, index);
-      if (!kPacked || tile.row < tile.seq_q(p)) break;
+      const bool has_rows = !kPacked || tile.row < tile.seq_q(p);
+      if (has_rows && (!kHasPlanes || decisions(p)[tile.batch * p.heads_k + tile.head_k])) break;
       tile.row = -1;
       advance();
     }
@@ -489,37 +496,50 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       place.set_batch(p, done.batch);
       softmax.join_sink(p, place, units);
     }
-    OutTile& out = shared.out();
-    if (Config::kSeparateOut) {
-      if (elected) cp_async_bulk_wait_group_read<0>();
-      bar_sync(kGroupBarrier + group, kWarpgroupThreads);
-    }
-    const float inverse[] = {softmax.inverse(0) * value_scale(done), softmax.inverse(1) * value_scale(done)};
-    store_accumulator<OutElement, OutFragment::kSize>(out, warp_row(), [&](int i) {
-      const float factor = inverse[OutFragment::slot(i)];
-      return factor == 0.f ? 0.f : o[i] * factor;  // by selection: an accumulator that no key entered may hold NaN
-    });
-    fence_proxy_async();
-    bar_sync(kGroupBarrier + group, kWarpgroupThreads);
-    if (elected) {
-      const int first = group * kWarpgroupRows;
-      const DescribedRow at = done.described_query(p, done.row + first, done.batch);
-      if (!kPacked || done.row + first < done.seq_q(p))
-        store_panels(out, first, p.out_map, {0, at.row, done.head, at.batch});
-      cp_async_bulk_commit_group();
-      if (!Config::kSeparateOut) cp_async_bulk_wait_group_read<0>();
-    }
-    if (!Config::kSeparateOut) release_queries();
+    // By selection: an accumulator that no key entered may hold NaN.
+    const auto scaled = [](float x, float factor) { return factor == 0.f ? 0.f : x * factor; };
+    [&](const auto& p) {
+      if constexpr (!kIsWide) {
+        OutTile& out = shared.out();
+        if (Config::kSeparateOut) {
+          if (elected) cp_async_bulk_wait_group_read<0>();
+          bar_sync(kGroupBarrier + group, kWarpgroupThreads);
+        }
+        const float inverse[] = {softmax.inverse(0) * value_scale(done), softmax.inverse(1) * value_scale(done)};
+        store_accumulator<OutElement, OutFragment::kSize>(
+            out, warp_row(), [&](int i) { return scaled(o[i], inverse[OutFragment::slot(i)]); });
+        fence_proxy_async();
+        bar_sync(kGroupBarrier + group, kWarpgroupThreads);
+        if (elected) {
+          const int first = group * kWarpgroupRows;
+          const DescribedRow at = done.described_query(p, done.row + first, done.batch);
+          if (!kPacked || done.row + first < done.seq_q(p))
+            store_panels(out, first, p.out_map, {0, at.row, done.head, at.batch});
+          cp_async_bulk_commit_group();
+          if (!Config::kSeparateOut) cp_async_bulk_wait_group_read<0>();
+        }
+        if (!Config::kSeparateOut) release_queries();
+      }
+    }(p);
     Place place;
     place.take_rows(done);
     place.head = done.head;
     place.set_batch(p, done.batch);
-    store_lse(softmax, ScoreFragment(warp_row(), 0, recomputed(threadIdx.x)), p, place,
-              {done.row, min(place.seq_q(p), done.row + Config::kBlockQ)}, units);
+    const auto rows = [&]() -> Range { return {done.row, min(place.seq_q(p), done.row + Config::kBlockQ)}; };
+    store_lse(softmax, ScoreFragment(warp_row(), 0, recomputed(threadIdx.x)), p, place, rows(), units);
+    if constexpr (kIsWide) {
+      const float inverse[] = {softmax.inverse(0), softmax.inverse(1)};
+#pragma unroll
+      for (int i = 0; i < OutFragment::kSize; ++i) o[i] = scaled(o[i], inverse[OutFragment::slot(i)]);
+      // By itself: the product of both factors may be no number.
+      const float unit = value_scale(done);
+      store_rows(o, OutFragment(warp_row(), 0, recomputed(threadIdx.x)), matrix<OutElement>(p.out, place.offset(p.out)),
+                 rows(), {0, p.head_dim_v}, p.out_vectors, [&](int) { return unit; });
+    }
   };
 
-  int tile = next_tile();           // the grid is no larger than the number of tiles
-  if (kPacked && tile < 0) return;  // but they may all be empty
+  int tile = next_tile();                           // the grid is no larger than the number of tiles
+  if ((kPacked || kHasPlanes) && tile < 0) return;  // but they may all be empty, or another kernel's
   Work work(p, shared.tiles[tile], group);
   held_units = units_of<kHasScales>(p, shared.tiles[tile]);
   Softmax softmax;
@@ -625,8 +645,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     prefetch_tensormap(&p.k_map);
     [](const auto& p) {
       if constexpr (!kIsNarrow) prefetch_tensormap(&p.v_map);
+      if constexpr (!kIsWide) prefetch_tensormap(&p.out_map);
     }(p);
-    prefetch_tensormap(&p.out_map);
   }
   __syncthreads();
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);

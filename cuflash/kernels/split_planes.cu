@@ -9,11 +9,18 @@
 #include "hw/split.cuh"
 
 static_assert(Config::kSharedBytes == 0, "schedules/split.py disagrees");
+constexpr int kRows = Config::kThreads / Config::kLanes;  // that a block splits side by side
 
+// Of a head, or where they are found in common, of all heads of queries that share keys with it: these lie side by side.
 __device__ __forceinline__ Magnitudes magnitudes_of(const Params& p, int array, int head) {
+  int heads = 1;
+  if (Config::kGrouped && SplitShape::is_of_queries(array)) {
+    heads = p.group;
+    head = head / heads * heads;
+  }
   const Magnitudes* tiles = tile_magnitudes<Config::kTileRows>(p, array, head);
   Magnitudes found = no_magnitudes();
-  for (int tile = int(threadIdx.x) % 32; tile < SplitShape(p, array).tiles(Config::kTileRows); tile += 32)
+  for (int tile = int(threadIdx.x) % 32; tile < heads * SplitShape(p, array).tiles(Config::kTileRows); tile += 32)
     found.join(tiles[tile]);
 #pragma unroll
   for (int bit = 16; bit > 0; bit /= 2)
@@ -43,6 +50,31 @@ __device__ __forceinline__ bool decide(const Params& p, int key_head) {
   return suits;
 }
 
+// The rows of a block's tile, times a factor, into the planes of their head; kBatch rows at a time.
+template <int kBatch>
+__device__ __forceinline__ void split_rows(Half* const (&planes)[Config::kPlanes], const Matrix<const float>& from,
+                                           Range rows, int columns, float scale) {
+  const int lane = threadIdx.x % Config::kLanes, width = plane_width(columns);
+  for (int row = rows.begin + int(threadIdx.x) / Config::kLanes; row < rows.end; row += kBatch * kRows) {
+    const int count = tiles_of(rows.end - row, kRows);
+    for (int c = 4 * lane; c < width; c += 4 * Config::kLanes) {
+      Four x[kBatch];
+      load_fours<Config::kAligned>(x, from.at(row, 0), kRows * from.row, count, from.column, c, columns);
+      const i64 first = i64(row) * width + c;
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (j >= count) break;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[j].at[i] *= scale;
+        Half* to[Config::kPlanes];
+#pragma unroll
+        for (int plane = 0; plane < Config::kPlanes; ++plane) to[plane] = planes[plane] + first + j * kRows * width;
+        store_split<Config::kPlanes>(to, x[j]);
+      }
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(const __grid_constant__ Params p) {
   const SplitWork work = SplitWork::of<false, Config::kRows, Config::kArrays>(p, i64(gridDim.x) - 1 - blockIdx.x);
   if (work.array == kSplitK && work.tile == 0 && threadIdx.x < 32) {
@@ -56,24 +88,14 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
   const bool of_queries = SplitShape::is_of_queries(work.array);
   const Matrix<const float> from =
       matrix<const float>(view, of_queries ? work.place.offset(view) : work.place.key_offset(view));
-  const int columns = SplitShape(p, work.array).columns, width = plane_width(columns);
+  const int columns = SplitShape(p, work.array).columns;
   Half* planes[Config::kPlanes];
 #pragma unroll
   for (int plane = 0; plane < Config::kPlanes; ++plane)
     planes[plane] = plane_of<Config::kPlanes>(p, work.array, plane, work.head);
   const float scale = power_of_two(exponent);
-  const int lane = threadIdx.x % Config::kLanes;
-#pragma unroll 2
-  for (int row = work.rows.begin + int(threadIdx.x) / Config::kLanes; row < work.rows.end;
-       row += Config::kThreads / Config::kLanes) {
-    for (int c = 4 * lane; c < width; c += 4 * Config::kLanes) {
-      Four x = load_four<Config::kAligned>(from.at(row, 0), from.column, c, columns);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x.at[i] *= scale;
-      Half* to[Config::kPlanes];
-#pragma unroll
-      for (int plane = 0; plane < Config::kPlanes; ++plane) to[plane] = planes[plane] + i64(row) * width + c;
-      store_split<Config::kPlanes>(to, x);
-    }
-  }
+  if (Config::kAligned && columns == plane_width(columns))
+    split_rows<4>(planes, from, work.rows, columns, scale);
+  else
+    split_rows<1>(planes, from, work.rows, columns, scale);
 }

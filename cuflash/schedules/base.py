@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 from cuflash.modifiers import Packed
 from cuflash.problem import Problem
@@ -29,6 +30,11 @@ class Config(Protocol):
 
     def blocks(self, problem: Problem) -> int:
         """Length of the grid, all of it on grid.x."""
+
+
+def in_turns(main: Any, sum_digits: int) -> Any:
+    """A backward whose blocks add to dq in turns, and to gradients of operands in so many words of fixed point."""
+    return replace(main, deterministic=True, sum_digits=sum_digits)
 
 
 def tiles(length: int, tile: int) -> int:

@@ -9,6 +9,7 @@ from cuflash.errors import UnsupportedError
 from cuflash.modifiers import Modifier, Written
 from cuflash.problem import NARROW, Problem
 from cuflash.schedules.base import MMA, key_tiles, padded, query_tiles, tiles
+from cuflash.schedules.base import in_turns as in_turns
 from cuflash.schedules.steps import steps_of_head
 
 STEP = 16  # depth of one mma.m16n8k16, and height of its rows
@@ -203,6 +204,7 @@ class BackwardConvert:
     block_q: int
     warps: int
     dq_warp_columns: int
+    has_planes: bool = False  # which that kernel multiplies, for the heads that they stand for
 
     @property
     def threads(self) -> int:

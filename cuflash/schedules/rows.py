@@ -20,6 +20,7 @@ class BackwardDelta:
     key_tile: int = 0  # where dq is summed in turns: keys of the main kernel's tile,
     turns: int = 0  # and counters of a tile of queries
     statistics_rows: int = 1  # of which the shifts lie together, behind them the deltas
+    has_planes: bool = False  # which the main kernel multiplies, and whose units its statistics have
 
     threads = 256
 
@@ -34,11 +35,20 @@ class BackwardDelta:
         return tiles(lines * self.lanes, self.threads)
 
 
-def delta(problem: Problem, itemsize: int, block_q: int, aligned: bool, statistics_rows: int = 1) -> BackwardDelta:
+def delta(
+    problem: Problem,
+    itemsize: int,
+    block_q: int,
+    aligned: bool,
+    statistics_rows: int = 1,
+    has_planes: bool = False,
+) -> BackwardDelta:
     """As many lanes per row as it has 16-byte pieces, up to a warp."""
     pieces = tiles(problem.head_dim_v * itemsize, 16)
     lanes = 1 << min(5, (pieces - 1).bit_length())
-    return BackwardDelta(lanes=lanes, aligned=aligned, block_q=block_q, statistics_rows=statistics_rows)
+    return BackwardDelta(
+        lanes=lanes, aligned=aligned, block_q=block_q, statistics_rows=statistics_rows, has_planes=has_planes
+    )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from cuflash.modifiers import Modifier, Written
 from cuflash.problem import Problem
 from cuflash.schedules import f64
 from cuflash.schedules.base import MMA, MULTIPLY_ADDS, key_tiles, padded, query_tiles, tiles
+from cuflash.schedules.base import in_turns as in_turns
 from cuflash.schedules.f64 import BackwardF64
 from cuflash.schedules.rows import BackwardConvertSimt
 
@@ -227,7 +228,6 @@ class BackwardSimt:
 
     kernel = "backward_simt"
     method = MULTIPLY_ADDS
-    statistics_rows = 1  # each row has its shift and its delta side by side
 
     head_dim: int  # padded to a multiple of 2 columns for each column of lanes, of keys and of queries
     head_dim_v: int
@@ -244,7 +244,10 @@ class BackwardSimt:
     aligned: bool
     deterministic: bool = False  # blocks add to dq in turns
     sum_digits: int = 0  # of gradients of operands that are summed in fixed point
-    rest: bool = False  # only heads that backward_split.cu leaves
+    rest: bool = False  # only heads that planes do not stand for
+    statistics_rows: int = (
+        1  # each row has its shift and its delta side by side, unless the kernel before wants it otherwise
+    )
 
     @property
     def threads(self) -> int:
@@ -623,8 +626,10 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardSimt
     return best_backward(*sizes, itemsize, *longest_sides, has_slopes, taken, shared_limit, aligned)
 
 
-def backward_in(problem: Problem, sizes: tuple[int, int, int, int], shared_limit: int, aligned: bool) -> BackwardSimt:
-    """The backward whose tile has given sizes: columns of dK and of dV, queries, keys."""
+def backward_in(
+    problem: Problem, sizes: tuple[int, int, int, int], shared_limit: int, aligned: bool, *, whole: bool = True
+) -> BackwardSimt:
+    """The backward whose tile has given sizes: columns of dK and of dV, and queries and keys, or no more of these."""
     head_dim, head_dim_v, block_q, block_k = sizes
     has_slopes, modifiers = any(m.has_slope() for m in problem.modifiers), modifier_registers(problem)
     return best_backward(
@@ -637,7 +642,8 @@ def backward_in(problem: Problem, sizes: tuple[int, int, int, int], shared_limit
         modifiers,
         shared_limit,
         aligned,
-        (block_q, block_k),
+        (block_q, block_k) if whole else None,
+        is_exact=True,
     )
 
 
@@ -653,8 +659,9 @@ def best_backward(
     shared_limit: int,
     aligned: bool,
     tile: tuple[int, int] | None = None,
+    is_exact: bool = False,
 ) -> BackwardSimt:
-    """The fastest by estimate of the tiles that fit; of `tile`, queries and keys, if it is given, and no wider than asked."""
+    """The fastest by estimate of the tiles that fit, or of `tile`, queries and keys; where exact, no wider than asked."""
     best: tuple[float, BackwardSimt] | None = None
     least = None
     for warps, block_q, block_k in product((8, 4, 2), (64, 32, 16, 8), (128, 96, 64, 32, 16, 8)):
@@ -667,7 +674,7 @@ def best_backward(
         ):
             unit = 2 * max(key.column_units, query.column_units)
             width, width_v = padded(head_dim, unit), padded(head_dim_v, 2 * key.column_units)
-            if tile and width != head_dim:
+            if is_exact and width != head_dim:
                 continue
             scores = ThreadTile(block_q // score.row_units, block_k // score.column_units, itemsize)
             keys = ThreadTile(block_k // key.row_units, width // key.column_units, itemsize)
@@ -700,7 +707,7 @@ def best_backward(
                 best = time, replace(config, blocks_per_sm=blocks)
     if best is None and (modifiers or has_slopes):
         limits = (has_slopes and modifiers > 0, 3 * modifiers // 4, shared_limit, aligned)
-        return best_backward(head_dim, head_dim_v, itemsize, max_q, max_k, *limits, tile)
+        return best_backward(head_dim, head_dim_v, itemsize, max_q, max_k, *limits, tile, is_exact)
     if best is None:
         raise too_large("backward", head_dim, head_dim_v, itemsize, shared_limit, least)
     return best[1]

@@ -18,6 +18,7 @@ from cuflash.place import Placed
 from cuflash.problem import Problem
 from cuflash.schedules import mma, simt
 from cuflash.schedules.base import MMA, key_tiles, padded, query_tiles, tiles
+from cuflash.schedules.base import in_turns as in_turns
 from cuflash.schedules.rows import BackwardConvertSimt
 from cuflash.schedules.simt import BackwardSimt, ForwardSimt
 
@@ -168,6 +169,7 @@ class SplitPlanes:
     tile_rows: int  # `rows` of split_magnitudes.cu
     lanes: int
     aligned: bool
+    grouped: bool  # heads of queries that share keys have their exponents in common
 
     threads = 256
 
@@ -204,7 +206,7 @@ def magnitude_tiles(rows: int, least: int) -> int:
 
 
 def splitting(
-    problem: Problem, planes: int, aligned: bool, *, backward: bool = False
+    problem: Problem, planes: int, aligned: bool, *, backward: bool = False, grouped: bool = False
 ) -> tuple[SplitMagnitudes, SplitPlanes]:
     """The kernels that go before; `aligned` is that of all arrays that are split."""
     arrays = 4 if backward else 3
@@ -212,7 +214,7 @@ def splitting(
     lanes = 1 << min(5, (pieces - 1).bit_length())
     return (
         SplitMagnitudes(arrays, SPLIT_ROWS, lanes, aligned),
-        SplitPlanes(arrays, planes, SPLIT_ROWS, SPLIT_ROWS, lanes, aligned),
+        SplitPlanes(arrays, planes, SPLIT_ROWS, SPLIT_ROWS, lanes, aligned, grouped and problem.group > 1),
     )
 
 
@@ -389,7 +391,7 @@ def dq_warp_columns(tile: tuning.BackwardTile, head_dim: int) -> int | None:
 
 
 def backward_rest(problem: Problem, shared_limit: int, aligned: bool, main: BackwardSplit) -> BackwardSimt:
-    """The kernel that answers the heads that planes do not stand for, in the same tiles, so that both sum dq alike."""
+    """The kernel that answers the heads that planes do not stand for, in the same tiles, so that both take turns alike."""
     sizes = main.head_dim, main.head_dim_v, main.block_q, main.block_k
     return replace(simt.backward_in(problem, sizes, shared_limit, aligned), rest=True)
 

@@ -13,8 +13,9 @@ from cuflash.abi import STATISTICS
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import Tile, Written
 from cuflash.place import Placed
-from cuflash.problem import Problem
+from cuflash.problem import NARROW, Problem
 from cuflash.schedules.base import WGMMA, key_tiles, padded, query_tiles, tiles
+from cuflash.schedules.base import in_turns as in_turns
 from cuflash.schedules.mma import BackwardConvert, is_rich, keeps_scores
 from cuflash.schedules.steps import steps_of_head
 from cuflash.tensormap import PANEL_ALIGNMENT, PANEL_COLUMNS, panel_bytes
@@ -39,6 +40,8 @@ SCORED = 8  # weight of what looks at single scores
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
 #: the same where the producer looks for the tiles that are not hidden; such calls have tiles for two consumers
 REGISTERS_TO_LOOK = {2: (88, 208)}
+#: the same where it looks up which heads planes stand for, and what they count
+REGISTERS_OF_PLANES = {2: (56, 224), 3: (56, 152)}
 
 
 def channel_bytes(slots: int) -> int:
@@ -85,10 +88,15 @@ class ForwardWgmma:
         """Rows of a copy, by array."""
         return {"q": self.block_q, "k": self.block_k, "v": self.block_k, "out": GROUP_ROWS}
 
+    @property
+    def out_bytes(self) -> int:
+        """Of a tile of the output on its way to memory."""
+        return panel_bytes(self.block_q, self.head_dim_v)
+
     def shared_bytes(self, itemsize: int) -> int:
         queries = self.query_stages * panel_bytes(self.block_q, self.head_dim)
         keys = self.stages * (panel_bytes(self.block_k, self.head_dim) + panel_bytes(self.block_k, self.head_dim_v))
-        out = panel_bytes(self.block_q, self.head_dim_v) if self.separate_out else 16
+        out = self.out_bytes if self.separate_out else 16
         channels = channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + channel_bytes(1)
         told = (2 * self.query_stages + 1) * TILE_BYTES + self.stages * TOLD_BYTES
         return padded(queries + keys + out + channels + told, PANEL_ALIGNMENT)
@@ -144,6 +152,8 @@ class BackwardWgmma:
 
     #: parts of a tile of dq that are summed apart
     dq_chunks = 1
+    #: what a block is told of its work
+    told_bytes = WORK_BYTES + 4
     threads = 3 * GROUP_THREADS
     aligned = True
 
@@ -174,7 +184,7 @@ class BackwardWgmma:
         queries = panel_bytes(self.block_q, self.head_dim) + panel_bytes(self.block_q, self.head_dim_v)
         statistics = 2 * 4 * self.block_q
         gradients = 2 * panel_bytes(self.block_k, self.block_q)
-        channels = WORK_BYTES + 4 + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
+        channels = self.told_bytes + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
         return padded(
             keys + self.stages * (queries + statistics) + gradients + self.exchanged_bytes + channels, PANEL_ALIGNMENT
         )
@@ -219,8 +229,22 @@ def unmet(problem: Problem, device: Device, at: Mapping[str, Placed]) -> str | N
 
 def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_backward: bool) -> str | None:
     """Why these kernels do not take the problem with arrays at these places, or None."""
-    if reason := unmet(problem, device, at):
+    if reason := unmet(problem, device, at) or unfit(problem, for_backward):
         return reason
+    try:
+        count = (backward if for_backward else forward)(problem, device.shared_limit, True).blocks(problem)
+        if count > MAX_TILES:
+            return f"{count} tiles are more than the {MAX_TILES} that its blocks count; split the batch"
+        for name in at:
+            if name in tensormap.ARRAYS and not (name == "v" and problem.scales):
+                tensormap.describe(name, problem, at[name], 1)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def unfit(problem: Problem, for_backward: bool) -> str | None:
+    """Which modifiers the kernels have no code or no registers for, or None."""
     sparse = [m.name for m in problem.modifiers if m.knows_tiles()]
     if sparse and for_backward:
         return f"its backward does not pass over the tiles that {', '.join(sparse)} hides"
@@ -233,15 +257,6 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
         called = [m.title if isinstance(m, Written) else m.name for m in (sloped[0], *others)]
         beside = f" beside {', '.join(called[1:])}" if others else " and the scores that its gradients depend on"
         return f"its backward has no room for the slopes of {called[0]}{beside} at head size {widest}"
-    try:
-        count = (backward if for_backward else forward)(problem, device.shared_limit, True).blocks(problem)
-        if count > MAX_TILES:
-            return f"{count} tiles are more than the {MAX_TILES} that its blocks count; split the batch"
-        for name in at:
-            if name in tensormap.ARRAYS and not (name == "v" and problem.scales):
-                tensormap.describe(name, problem, at[name], 1)
-    except UnsupportedError as error:
-        return str(error)
     return None
 
 
@@ -287,11 +302,14 @@ def fitting_forwards(problem: Problem, shared_limit: int) -> Iterator[ForwardWgm
     # short ones than these by theirs.
     keys, modifiers = 0 if problem.is_packed else mean_keys(problem), weight(problem)
     looks = any(m.knows_tiles() for m in problem.modifiers)
-    for tile in tuning.FORWARD_WGMMA_E4M3 if narrow else tuning.FORWARD_WGMMA:
+    has_planes = problem.dtype == "float32"  # schedules/split_wgmma.py
+    tables: Mapping[str, tuple[tuning.ForwardWgmmaTile, ...]]
+    tables = {NARROW: tuning.FORWARD_WGMMA_E4M3, "float32": tuning.FORWARD_WGMMA_PLANE}
+    for tile in tables.get(problem.dtype, tuning.FORWARD_WGMMA):
         if max(head_dim, head_dim_v) > tile.max_head_dim or keys > tile.max_keys or modifiers > tile.max_weight:
             continue
         groups = tile.block_q // GROUP_ROWS
-        producer, consumer = (REGISTERS_TO_LOOK if looks else REGISTERS)[groups]
+        producer, consumer = (REGISTERS_TO_LOOK if looks else REGISTERS_OF_PLANES if has_planes else REGISTERS)[groups]
         config = (ForwardWgmmaNarrow if narrow else ForwardWgmma)(
             head_dim=head_dim,
             head_dim_v=head_dim_v,

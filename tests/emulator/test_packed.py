@@ -377,7 +377,7 @@ HOPPER_MUTANTS: dict[str, tuple[str, str, Trial]] = {
         "",
         run_tiles,
     ),
-    "a block without a tile goes on": ("  if (kPacked && tile < 0) return;", "", run_tiles),
+    "a block without a tile goes on": ("  if ((kPacked || kHasPlanes) && tile < 0) return;", "", run_tiles),
 }
 
 

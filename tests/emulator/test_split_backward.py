@@ -57,10 +57,11 @@ def check_call(
     call: Call, dout: Any, dlse: Any, arch: int | Device = 90, seeds: Any = SEEDS, suits: Any = True, **options: Any
 ) -> Watch:
     """Judge the gradients of a call; `suits`, of all heads of keys or one by one, is what must be decided on the device."""
+    options = {"requested": "mma", **options}
     expectation, watch = Expectation(call, dout, dlse), Watch(call)
     out, lse = expectation.plain["out"], expectation.lse.astype(np.float32)
     for seed in seeds:
-        found = kernels.backward(call, out, lse, dout, dlse, arch, seed, requested="mma", watch=watch, **options)
+        found = kernels.backward(call, out, lse, dout, dlse, arch, seed, watch=watch, **options)
         expectation.check_backward(found)
         assert watch.decisions.tolist() == np.broadcast_to(suits, watch.decisions.shape).tolist()
     return watch

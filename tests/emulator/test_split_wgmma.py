@@ -233,7 +233,8 @@ def chosen(case: Case, *, backward: bool = False, **at: Any) -> str:
 def test_what_is_chosen():
     long = Case("long", batch=(), heads_q=1, heads_k=1, seq_q=256, seq_k=256, head_dim=8)
     assert chosen(long) == "wgmma"
-    assert chosen(long, backward=True) == "mma"
+    assert chosen(long, backward=True) == "wgmma"
+    assert chosen(replace(long, head_dim=65), backward=True) == "mma"
     assert chosen(long, maximum=np.zeros((1, 256), np.float32)) == "mma"
     assert chosen(replace(long, head_dim=136)) == "mma"
     assert chosen(replace(long, lengths=(200,), batch=(1,), head_dim=128)) == "wgmma"
@@ -245,7 +246,7 @@ def test_what_is_refused():
     call, _, _ = Case("wide", head_dim=136).call()
     with pytest.raises(UnsupportedError, match="no tile of float32 by wgmma has room; backend='mma' takes it"):
         kernels.forward(call, hopper(), requested="wgmma")
-    call, dout, dlse = Case("backward").call()
+    call, dout, dlse = Case("backward", head_dim=65).call()
     out, lse = kernels.forward(call, hopper(), requested="wgmma")
-    with pytest.raises(UnsupportedError, match="wgmma: its backward of float32 is that of mma"):
+    with pytest.raises(UnsupportedError, match="wgmma: its backward of float32 takes heads of 64 at most"):
         kernels.backward(call, out, lse, dout, dlse, hopper(), requested="wgmma")

@@ -39,7 +39,7 @@ class Kind(NamedTuple):
         return f"{self.backend}-{self.dtype}"
 
 
-#: kinds whose backward is another one's; test_split.py has them
+#: kinds whose backward is in parts another one's; test_split.py and test_split_backward_wgmma.py have them
 FORWARD_ONLY = (Kind("wgmma", "float32"),)
 KINDS = (
     [Kind("numpy", dtype) for dtype in DTYPES]

@@ -300,9 +300,20 @@ __device__ __forceinline__ RowStatistics no_row_statistics() { return row_statis
 // What the backward keeps of a tile of queries where one load shall bring what two neighbours have of either.
 template <int kRows> struct alignas(16) TileStatistics { Real shift[kRows], delta[kRows]; };
 
+// Those of a row, counted over all heads, however they lie.
+template <int kRows> __device__ __forceinline__ RowStatistics statistics_of(const void* statistics, i64 line) {
+  if constexpr (kRows > 1) {
+    const TileStatistics<kRows>& tile = static_cast<const TileStatistics<kRows>*>(statistics)[line / kRows];
+    return {tile.shift[line % kRows], tile.delta[line % kRows]};
+  } else {
+    return static_cast<const RowStatistics*>(statistics)[line];
+  }
+}
+
 // P from a score and its row's statistics; rounding of a large lse cannot lift it above 1.
-__device__ __forceinline__ Real probability(Real s, Real shift, const Params& p) {
-  return exp2_of(min_or_nan(fma_of(s, p.softmax_scale, -shift), Real(0)));
+// Lifted by 2^kLift where the shift is less by kLift.
+template <int kLift = 0, class P> __device__ __forceinline__ Real probability(Real s, Real shift, const P& p) {
+  return exp2_of(min_or_nan(fma_of(s, p.softmax_scale, -shift), Real(kLift)));
 }
 // P where a key that its query does not see weighs nothing even if the query's lse is NaN.
 __device__ __forceinline__ Real seen_probability(Real s, Real shift, const Params& p) {

@@ -143,6 +143,16 @@ __device__ __forceinline__ double min_or_nan(double x, double y) { return x > y 
 __device__ __forceinline__ float fma_of(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double fma_of(double a, double b, double c) { return fma(a, b, c); }
 
+// x · 2^n for |n| up to 252, as two factors: it overflows or vanishes only where the result does.
+struct PowerOfTwo {
+  float first, second;
+
+  __device__ __forceinline__ explicit PowerOfTwo(int n)
+      : first(__int_as_float((n / 2 + 127) << 23)), second(__int_as_float((n - n / 2 + 127) << 23)) {}
+  __device__ __forceinline__ float times(float x) const { return x * first * second; }
+  __device__ __forceinline__ float times_plus(float x, float y) const { return fma_of(x * first, second, y); }
+};
+
 // ---- arrays in registers -------------------------------------------------------------------------------------------
 template <int kSize, class T> __device__ __forceinline__ void clear(T (&x)[kSize]) {
 #pragma unroll

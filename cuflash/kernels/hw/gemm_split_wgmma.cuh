@@ -69,6 +69,13 @@ __device__ __forceinline__ void wgmma_plane_columns(float (&c)[kSize], const Reg
     if (i >= first && i < end)
       Wgmma<2 * kSize>::template multiply<1>(c, a.step[i], b + down_columns(i), !is_fresh || i != first);
 }
+// c (+)= Aᵀ B, both contractions down their columns.
+template <bool kIsFresh, int kDepth, int kSize>
+__device__ __forceinline__ void wgmma_plane_columns_columns(float (&c)[kSize], u64 a, u64 b) {
+#pragma unroll
+  for (int i = 0; i < kDepth / kStepDepth; ++i)
+    Wgmma<2 * kSize>::template multiply<1, 1>(c, a + down_columns(i), b + down_columns(i), !kIsFresh || i != 0);
+}
 
 // c = the low parts of A times the high ones of B; c += the high ones of A times the low ones of B; and, when these are there
 // and at their scale, c += the high ones of A Bᵀ.

@@ -20,6 +20,22 @@ __device__ __forceinline__ Four load_four(const float* row, i64 column_stride, i
   return x;
 }
 
+// Columns c to c + 3 of kBatch rows, `step` elements apart, of which `count` exist and the others are zeros: all loads are under
+// way together.  With more than one row, their columns are those of a 16-byte piece.
+template <bool kAligned, int kBatch>
+__device__ __forceinline__ void load_fours(Four (&x)[kBatch], const float* row, i64 step, int count, i64 column_stride,
+                                           int c, int columns) {
+#pragma unroll
+  for (int j = 0; j < kBatch; ++j) {
+    if (j >= count)
+      x[j] = Four{};
+    else if constexpr (kBatch > 1)
+      x[j] = load_four<true>(row + j * step, 1, c, c + 4);
+    else
+      x[j] = load_four<kAligned>(row, column_stride, c, columns);
+  }
+}
+
 // What is left of x when `high` is taken away, times the low planes' scale; exact but for the last rounding.
 __device__ __forceinline__ float low_part(float x, float high) { return (x - high) * kLowScale; }
 

@@ -2,16 +2,6 @@
 #pragma once
 #include "hw/gemm_split.cuh"
 
-// x · 2^n for |n| up to 252, as two factors: it overflows or vanishes only where the result does.
-struct PowerOfTwo {
-  float first, second;
-
-  __device__ __forceinline__ explicit PowerOfTwo(int n)
-      : first(__int_as_float((n / 2 + 127) << 23)), second(__int_as_float((n - n / 2 + 127) << 23)) {}
-  __device__ __forceinline__ float times(float x) const { return x * first * second; }
-  __device__ __forceinline__ float times_plus(float x, float y) const { return fma_of(x * first, second, y); }
-};
-
 // Largest magnitude of a warp's numbers; of those that are not finite, none.
 template <int kSize> __device__ __forceinline__ float largest_finite(const float (&x)[kSize]) {
   float largest = 0;
