@@ -20,6 +20,8 @@ class BackwardDelta:
     key_tile: int = 0  # where dq is summed in turns: keys of the main kernel's tile,
     turns: int = 0  # and counters of a tile of queries
     statistics_rows: int = 1  # of which the shifts lie together, behind them the deltas
+    bias_apart: bool = False  # a bias that is the same for all keys is left to this kernel
+    sum_digits: int = 0  # of its gradient where it is summed in fixed point
 
     threads = 256
 
