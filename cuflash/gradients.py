@@ -11,6 +11,7 @@ import numpy as np
 
 from cuflash.modifiers import Modifier, Written
 from cuflash.problem import Problem
+from cuflash.variant import ITEMSIZE
 
 
 @cache
@@ -64,22 +65,30 @@ def sum_digits(problem: Problem, operands: Mapping[str, Any], deterministic: boo
     return 2 + (problem.accumulator == "float64") + has_derivatives
 
 
+def stores_gradients(problem: Problem, operands: Mapping[str, Any]) -> bool:
+    """Whether the gradient of a 16-bit bias is stored as it comes, because its elements are single terms."""
+    names = score_operands(problem.modifiers)
+    return names == ("bias",) and ITEMSIZE[problem.dtype] == 2 and operands["bias"].shape == problem.score_shape
+
+
 def gradient_sums(
     problem: Problem, operands: Mapping[str, Any], deterministic: bool
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shapes and dtypes of the zeros that a backward by kernels adds the operands' gradients to, by operand.
 
-    Those in fixed point have a last axis more, of their words.
+    Those in fixed point have a last axis more, of their words; those of single terms have the type of the result.
     """
     digits, of_scores = sum_digits(problem, operands, deterministic), score_operands(problem.modifiers)
-    return {
-        name: ((*shape, digits), np.dtype(np.int64))
-        if digits and name in of_scores
-        else (shape, np.dtype(problem.accumulator))
-        for name, shape in gradient_terms(problem, operands).items()
-    }
+    number, stored = np.dtype(problem.accumulator), stores_gradients(problem, operands)
+    found = {}
+    for name, shape in gradient_terms(problem, operands).items():
+        if digits and name in of_scores:
+            found[name] = (*shape, digits), np.dtype(np.int64)
+        else:
+            found[name] = shape, operands[name].dtype if stored and name in of_scores else number
+    return found
 
 
 def numbers_of(sums: Any, problem: Problem) -> Any:
     """The sums as numbers, once kernels are done with them: those in fixed point have each in its first bytes."""
-    return sums if sums.dtype == problem.accumulator else sums.view(problem.accumulator)[..., 0].copy()
+    return sums.view(problem.accumulator)[..., 0].copy() if sums.dtype == np.int64 else sums

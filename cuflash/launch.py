@@ -273,14 +273,18 @@ def backward(
             for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)
         }
         operands = gradient_sums(problem, call.operands, bool(deterministic))
-        sums = {f"d{name}": zeros(*of, given.get(f"d{name}")) for name, of in operands.items()}
+        sums = {f"d{name}": sums_array(*of, given.get(f"d{name}")) for name, of in operands.items()}
         arrays = backward_arrays(call, out=out, lse=lse, dout=dout, dlse=dlse, **gradients, **sums)
         if batch_invariant:
             arrays = compacted(problem, arrays)
         if not is_mergeable(problem, arrays):
             arrays = in_one_batch(problem, arrays)
         places = places_of(problem, arrays)
-        plan = plan_backward(problem, device(call.q.data.device_id), places, bool(deterministic), requested)
+        plan = plan_backward(
+            problem, device(call.q.data.device_id), places, bool(deterministic), requested, batch_invariant
+        )
+        for name in sums.keys() - plan.overwritten:
+            arrays[name].fill(0)
         memory = workspace(plan)
         run(plan, arguments_of(call, {**arrays, **memory}))
         summed = [
@@ -357,12 +361,9 @@ def workspace(plan: Plan) -> dict[str, Any]:
     }
 
 
-def zeros(shape: tuple[int, ...], dtype: Any, to: Any = None) -> Any:
-    """Array for sums, all 0; `to` itself where it can hold them."""
-    if to is None or to.dtype != dtype or to.shape != shape:
-        return cupy.zeros(shape, dtype)
-    to.fill(0)
-    return to
+def sums_array(shape: tuple[int, ...], dtype: Any, to: Any = None) -> Any:
+    """Array for sums, which may hold anything; `to` itself where it can hold them."""
+    return cupy.empty(shape, dtype) if to is None or to.dtype != dtype or to.shape != shape else to
 
 
 def empty(shape: tuple[int, ...], problem: Problem, dtype: Any) -> Any:

@@ -17,10 +17,10 @@ from cuflash import abi, tensormap
 from cuflash.backends import Device, select
 from cuflash.errors import UnsupportedError
 from cuflash.gradients import score_operands
-from cuflash.modifiers import REGISTRY, Scaled, Scales
+from cuflash.modifiers import REGISTRY, Bias, Scaled, Scales
 from cuflash.place import Placed, address, compact, merged_batch, placed
 from cuflash.problem import Call, Problem, operand_title
-from cuflash.schedules import order, rows, split, split_wgmma
+from cuflash.schedules import order, rows, split, split_wgmma, wgmma
 from cuflash.schedules.base import Config
 from cuflash.schedules.steps import ForwardValues
 from cuflash.tensormap import TensorMap
@@ -71,6 +71,7 @@ class Plan:
     turns_bytes: int = 0
     bounds_bytes: int = 0
     passes_bytes: Mapping[str, int] = field(default_factory=dict)  # what first passes write
+    overwritten: frozenset[str] = frozenset()  # gradients of operands that need not be 0 before
     encoded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # tensor maps by array and address
 
     @property
@@ -119,7 +120,10 @@ def plan_forward(
     aligned = all(at[name].aligned(16, axes) for name in copied)
     kept = {name: True for name in ("maximum", "entropy") if name in at}  # of each row, in the forward's own pass
     schedule = backend.schedule_of(problem)
-    config = schedule.forward(problem, device.shared_limit, aligned, **kept)
+    if schedule is wgmma:
+        config: Any = wgmma.forward(problem, device.shared_limit, aligned, wgmma.bias_form(problem, at))
+    else:
+        config = schedule.forward(problem, device.shared_limit, aligned, **kept)
     names = chain_names(problem)
     variant = variant_of(problem, names, config)
     steps = [Step(variant, grid(config, problem, device))]
@@ -142,7 +146,7 @@ def plan_forward(
         steps.append(Step(Variant(columns.kernel, problem.dtype, names, columns), columns.blocks(problem)))
     planned = checked(*steps)
     values = {
-        **common_values(problem),
+        **common_values(problem, getattr(config, "bias_apart", False)),
         "out_vectors": vectors(at["out"], axes),
         "section": order.section(problem, device.cache_bytes),
         **of_values,
@@ -220,7 +224,18 @@ def tensor_maps(variant: Variant, problem: Problem, at: Mapping[str, Placed]) ->
     """Maps of the arrays that a kernel reaches through them."""
     if getattr(variant.config, "planes", 0) and variant.maps:
         return split_wgmma.maps(problem, variant.config)
-    return tuple(tensormap.describe(name, problem, at[name], variant.config.box_rows[name]) for name in variant.maps)
+    return tuple(map_of(name, problem, at[name], variant.config) for name in variant.maps)
+
+
+def map_of(name: str, problem: Problem, place: Placed, config: Any) -> TensorMap:
+    """The map of one array of a kernel."""
+    rows = config.box_rows[name]
+    if name == "dbias":
+        dtype = problem.accumulator if config.sums_bias else problem.dtype
+        return tensormap.of_bias(problem, place, rows, 0, name, dtype)
+    if name == "bias":
+        return tensormap.of_bias(problem, place, rows, config.block_k if rows == 1 else 0)
+    return tensormap.describe(name, problem, place, rows)
 
 
 @lru_cache(maxsize=4096)
@@ -230,8 +245,12 @@ def plan_backward(
     places: tuple[tuple[str, Placed], ...],
     deterministic: bool = False,
     requested: str | None = None,
+    batch_invariant: bool = False,
 ) -> Plan:
-    """Plan of the backward: statistics, the main kernel, and where sums need it their conversion."""
+    """Plan of the backward: statistics, the main kernel, and where sums need it their conversion.
+
+    Whether the gradient of a bias is a sum depends on the length of the batch, and the tile on that unless `batch_invariant`.
+    """
     at = dict(places)
     offer = "in_turns" if deterministic else ""
     backend, reasons = select(problem, device, at, requested=requested, backward=True, offer=offer)
@@ -239,16 +258,24 @@ def plan_backward(
     itemsize = ITEMSIZE[problem.dtype]
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v", "dout"))
     schedule = backend.schedule_of(problem)
-    main = schedule.backward(problem, device.shared_limit, aligned)
+    if schedule is wgmma:
+        form = "" if batch_invariant else wgmma.bias_form(problem, at)
+        main: Any = wgmma.backward(problem, device.shared_limit, aligned, form, at.get("dbias"), deterministic)
+    else:
+        main = schedule.backward(problem, device.shared_limit, aligned)
+    if "dbias" in at and at["dbias"].itemsize == itemsize < 4:
+        main = replace(main, stores_gradients=True)
     delta_aligned = all(at[name].aligned(16, axes) for name in ("out", "dout"))
     has_planes = getattr(main, "has_planes", False)
     delta = rows.delta(problem, itemsize, main.block_q, delta_aligned, main.statistics_rows, has_planes)
+    apart = getattr(main, "bias_apart", False)
+    delta = replace(delta, bias_apart=apart)
     padded = delta.rows_padded(problem)
     lines = problem.batch_size * problem.heads_q * padded
     counters = 0
     if deterministic and lines:  # without a query nothing is summed
         main = schedule.in_turns(main, words_of_sums(problem, at))
-        delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks)
+        delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks, sum_digits=main.sum_digits)
         counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
     convert = schedule.convert(problem, main)
     names = chain_names(problem)
@@ -266,7 +293,7 @@ def plan_backward(
     planned = checked(*steps)
     variant = variant_of(problem, names, main)
     values = {
-        **common_values(problem),
+        **common_values(problem, apart),
         "rows_padded": padded,
         "dq_width": main.dq_width,
         "section": order.section(problem, device.cache_bytes, backward=True, deterministic=deterministic),
@@ -288,6 +315,7 @@ def plan_backward(
         turns_bytes=4 * counters,
         bounds_bytes=BOUNDS_BYTES * (problem.batch_size + 1) if main.sum_digits else 0,
         passes_bytes=split_bytes,
+        overwritten=frozenset({"dbias"} if getattr(main, "returns_bias", False) else ()),
     )
 
 
@@ -307,9 +335,10 @@ def chain_names(problem: Problem) -> tuple[str, ...]:
     return names if scored or problem.scale > 0 else (Scaled.name, *names)
 
 
-def common_values(problem: Problem) -> dict[str, float | int]:
-    """Scalar fields that every kernel has."""
-    scored = any(REGISTRY[name].kind == "score" for name in chain_names(problem))
+def common_values(problem: Problem, bias_apart: bool = False) -> dict[str, float | int]:
+    """Scalar fields that every kernel has; scores may be made without a bias."""
+    left_out = {Bias.name} if bias_apart else set()
+    scored = any(REGISTRY[name].kind == "score" for name in set(chain_names(problem)) - left_out)
     values: dict[str, float | int] = {
         "batch_size": problem.batch_size,
         "heads_q": problem.heads_q,
@@ -424,9 +453,13 @@ def compacted(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     with this they do not depend on what else is in the batch.
     """
     names = ("q", "k", "v", "out", "dout")
-    return {
+    found = {
         name: compact(x, problem.layout) if name.removesuffix("_tangent") in names else x for name, x in arrays.items()
     }
+    bias = arrays.get("bias")
+    if bias is not None and all(bias.strides):  # one that is broadcast lies the same in every batch
+        found["bias"] = compact(bias, "bhsd")
+    return found
 
 
 def pointers_of(arrays: Mapping[str, Any]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 
 from cuflash import abi, instructions
-from cuflash.modifiers import REGISTRY, Dropout, Modifier, Packed, Scales, Written
+from cuflash.modifiers import REGISTRY, Bias, Dropout, Modifier, Packed, Scales, Written
 from cuflash.variant import ELEMENTS, Variant
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"[^\n]*$', re.MULTILINE)
@@ -56,6 +56,9 @@ def _flatten(path: str, generated: dict[str, str], seen: set[str]) -> str:
 def prologue(variant: Variant) -> str:
     """The generated part: constants, argument record, modifiers."""
     chain = [REGISTRY[name] for name in variant.modifiers]
+    scored = [
+        m for m in chain if m.kind == "score" and not (m is Bias and getattr(variant.config, "bias_apart", False))
+    ]
     constants = "\n".join(f"  static constexpr {_constant(n, v)};" for n, v in variant.constants().items())
     return "\n".join(
         [
@@ -70,17 +73,18 @@ def prologue(variant: Variant) -> str:
             f"#define CUFLASH_ENTRY {variant.entry}",
             abi.c_struct(variant.direction, variant.modifiers, variant.maps, variant.statistics),
             f"constexpr bool kPacked = {str(Packed.name in variant.modifiers).lower()};",
+            f"constexpr bool kBringsBias = {str(getattr(variant.config, 'bias_stages', 0) > 0).lower()};",
             '#include "attention/index.cuh"',
             *_sums(variant, chain),
             *(['#include "attention/expression.cuh"'] if any(issubclass(m, Written) for m in chain) else []),
             *(m.cuda.strip() for m in chain),
             *(m.curved.strip() for m in chain if m.curved and variant.direction == "hvp"),
-            _score([m for m in chain if m.kind == "score"], variant.direction),
+            _score(scored, variant.direction),
             _visibility([m for m in chain if m.kind == "range"], [m for m in chain if m.kind == "mask"]),
             _sum([m for m in chain if m.kind == "sum"]),
             _drop([m for m in chain if m.kind == "drop"]),
             _units(variant, [m for m in chain if m.kind == "units"]),
-            _operand_gradients(variant, chain),
+            _operand_gradients(variant, scored),
             *(_gradient_sums(chain) if getattr(variant.config, "sum_digits", 0) else ()),
             *(_operand_tangents(chain) if variant.direction in ("jvp", "hvp") else ()),
         ]
@@ -252,6 +256,7 @@ def _sums(variant: Variant, chain: list[type[Modifier]]) -> Iterator[str]:
     """
     written = any(issubclass(m, Written) and m.differentiable for m in chain)
     yield f"constexpr int kSumDigits = {getattr(variant.config, 'sum_digits', 0)}, kSumSpan = {40 if written else 14};"
+    yield f"constexpr bool kStoresGradients = {str(getattr(variant.config, 'stores_gradients', False)).lower()};"
     yield '#include "hw/fixed.cuh"'
     yield '#include "attention/sums.cuh"'
 

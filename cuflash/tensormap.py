@@ -25,8 +25,13 @@ from cuflash.problem import Problem
 
 PANEL_COLUMNS, PANEL_BYTES = 64, 128  # of 16-bit elements
 PANEL_ALIGNMENT = 1024  # bytes, of what swizzled copies fill
-ELEMENTS = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # CUtensorMapDataType, which has bytes for 8-bit floats
-SWIZZLE_128B, PROMOTION_L2_128B = 3, 2
+ELEMENTS = {
+    "float8_e4m3fn": 0,
+    "float16": 6,
+    "float32": 7,
+    "bfloat16": 9,
+}  # CUtensorMapDataType, which has bytes for 8-bit floats
+SWIZZLE_NONE, SWIZZLE_128B, PROMOTION_L2_128B = 0, 3, 2
 MAX_STRIDE = 1 << 40
 ARRAYS = ("q", "k", "v", "out", "dout", "dk", "dv")  # those that kernels reach through maps
 _VALUE_WIDE = ("v", "out", "dout", "dv")  # arrays of head_dim_v columns
@@ -49,11 +54,17 @@ class TensorMap:
     origin: int = 0  # bytes from the memory's beginning to where all coordinates are 0
     itemsize: int = 2
     memory: str = ""  # field name of the memory, where it is not the array's own
+    box_columns: int = 0  # of one that is not swizzled
 
     @property
     def box(self) -> tuple[int, int, int, int]:
         """Elements of one copy along each axis."""
-        return PANEL_BYTES // self.itemsize, self.box_rows, 1, 1
+        return self.box_columns or PANEL_BYTES // self.itemsize, self.box_rows, 1, 1
+
+    @property
+    def swizzle(self) -> int:
+        """How a copy is laid out."""
+        return SWIZZLE_NONE if self.box_columns else SWIZZLE_128B
 
 
 def describe(name: str, problem: Problem, place: Placed, box_rows: int) -> TensorMap:
@@ -97,6 +108,26 @@ def described(
     return TensorMap(name, ELEMENTS[dtype], sizes, strides, box_rows, origin, place.itemsize, memory)
 
 
+def of_bias(
+    problem: Problem, place: Placed, box_rows: int, row_columns: int = 0, name: str = "bias", dtype: str = ""
+) -> TensorMap:
+    """The map of a bias or of its gradient, or UnsupportedError; where it has one row, a copy has `row_columns` of it.
+
+    Axes along which it is broadcast have the length 1.  Nothing depends on the length of the batch, so that an entry's bits do
+    not (CONTRIBUTING.md, "What bits depend on"): the strides of axes of length 1 count as well.
+    """
+    if len(problem.batch) > 1:
+        raise UnsupportedError("a bias along several batch axes has no map")
+    place = replace(place, strides=(*(0,) * (1 - len(problem.batch)), *place.strides))
+    batch, head, row, _ = place.strides
+    if not row and problem.seq_k % 8:
+        raise UnsupportedError("a row of bias is no whole number of 16 bytes, and is only at times the only one")
+    lengths = zip((problem.seq_q, problem.heads_q, problem.batch_size), (row, head, batch), strict=True)
+    rows, heads, entries = (n if stride else 1 for n, stride in lengths)
+    found = described(name, dtype or problem.out_dtype, (problem.seq_k, rows, heads, entries), place, box_rows)
+    return replace(found, box_columns=row_columns)
+
+
 def ending_with_sequences(whole: TensorMap) -> TensorMap:
     """The map of an array of packed sequences, of one batch entry."""
     columns, rows, heads, _ = whole.sizes
@@ -118,7 +149,7 @@ def encode(tensor_map: TensorMap, address: int) -> bytes:
         (long * (rank - 1))(*tensor_map.strides),
         (word * rank)(*tensor_map.box),
         (word * rank)(*(1,) * rank),
-        *map(ctypes.c_int, (0, SWIZZLE_128B, PROMOTION_L2_128B, 0)),
+        *map(ctypes.c_int, (0, tensor_map.swizzle, PROMOTION_L2_128B, 0)),
     )
     if code:
         raise UnsupportedError(

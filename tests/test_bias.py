@@ -59,8 +59,9 @@ def test_sums_on_a_gpu_have_the_size_of_the_bias(pattern: str, deterministic: bo
         shapes = gradient_sums(call.problem, call.operands, deterministic)
         sums = {f"d{n}": np.zeros(*of) for n, of in shapes.items()}
         for name, x in call.operands.items():
-            is_sum = deterministic and x.shape != call.problem.score_shape
-            assert sums[f"d{name}"].nbytes == x.size * (16 if is_sum else 4)
+            is_whole = x.shape == call.problem.score_shape  # of single terms, in the type of the result
+            is_sum = deterministic and not is_whole
+            assert sums[f"d{name}"].nbytes == x.size * (16 if is_sum else 2 if is_whole else 4)
         lse = np.zeros(call.problem.lse_shape, np.float32)
         found = plan.backward_arrays(call, out=dout, lse=lse, dout=dout, dq=call.q, dk=call.k, dv=call.v, **sums)
         places = plan.places_of(call.problem, found)

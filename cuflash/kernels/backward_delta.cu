@@ -10,6 +10,7 @@
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "attention/mask.cuh"
 #include "attention/plane_units.cuh"
+#include "attention/score.cuh"
 #include "attention/softmax.cuh"
 #include "hw/reduce.cuh"
 
@@ -40,6 +41,19 @@ __device__ __forceinline__ void store_sink_gradient(const P& p, const Place& pla
         sink_gradient(sink_of(p, place), statistics);
 }
 
+// Of a bias that is the same for all keys (attention/score.cuh, `bias_apart`): the sum of the gradients of a row's scores, which is
+// that of lse but for what the sink has of it.
+template <class P>
+__device__ __forceinline__ void add_bias_gradient(const P& p, const Place& place, int row, Real dlse,
+                                                  const RowStatistics& statistics, Real lse) {
+  if (!p.dbias.data || sees_nothing(lse)) return;
+  Real sum = dlse + (lse - lse) + (statistics.delta - statistics.delta);  // NaN where scores or their gradients are
+  if constexpr (kHasSinks) sum -= sink_gradient(sink_of(p, place), statistics);
+  if (sum != Real(0))
+    OperandSums::add(element_at<OperandSum>(p.dbias, place.offset(p.dbias), row, 0), sum,
+                     OperandSums::unit(p, place, p.dbias, false));
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(const __grid_constant__ Params p) {
   const i64 line = (i64(blockIdx.x) * Config::kThreads + threadIdx.x) / Config::kLanes;  // of (batch, head, row)
   const int lane = threadIdx.x % Config::kLanes;
@@ -63,11 +77,19 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
   if (!exists) return;
   if (lane == 0) {
     RowStatistics statistics = no_row_statistics();
+    Real lse = lse_of_nothing(), dlse = 0;
     if (row < place.seq_q(p)) {
-      if (p.dlse.data) delta -= static_cast<const Real*>(p.dlse.data)[place.offset(p.dlse) + row * p.dlse.row];
-      statistics = row_statistics(static_cast<const Real*>(p.lse.data)[place.offset(p.lse) + row * p.lse.row], delta);
+      if (p.dlse.data) dlse = static_cast<const Real*>(p.dlse.data)[place.offset(p.dlse) + row * p.dlse.row];
+      lse = static_cast<const Real*>(p.lse.data)[place.offset(p.lse) + row * p.lse.row];
+      statistics = row_statistics(lse, delta - dlse);
     }
     if constexpr (kHasSinks) store_sink_gradient(p, place, row, statistics);
+    if constexpr (Config::kBiasApart) {
+      if (row < place.seq_q(p) && !sees_nothing(lse)) {
+        add_bias_gradient(p, place, row, dlse, statistics, lse);
+        statistics = row_statistics(lse - bias_apart(p, place, row), statistics.delta);
+      }
+    }
     if constexpr (kHasPlanes) {
       if (is_split(p, place)) {
         statistics.shift -= kProbabilityLift;

@@ -31,7 +31,7 @@ typedef PanelTile<Config::kBlockK, Config::kBlockQ> GradientTile;  // dS transpo
 typedef SumTile<kGroups * kWarpgroupThreads, kDqColumns / 8> DqTile;
 constexpr u32 kDqBytes = DqTile::kSize * sizeof(float);
 
-struct SharedStorage {
+struct SharedStorage : BiasTiles {
   InputTiles in;
   GradientTile ds[2];
   alignas(128) unsigned char dq_data[Config::kDeterministic ? 2 * kDqBytes : 16];
@@ -46,6 +46,10 @@ static_assert(!(kHasPlanes && (kAddsGradients || Config::kDeterministic)),
               "dS is lifted; what is left has other tiles");
 
 constexpr bool kRecomputes = Config::kLateDp;
+// The gradient of a row of a bias that is held stays with it; in fixed point a term has no room for a whole walk.
+constexpr bool kKeepsKeySums = Config::kHoldsBias && kSumDigits == 0;
+constexpr bool kBlocksLeave =
+    Config::kReturnsBias || Config::kSumsBias;  // of the gradient of a bias, by a thread of its own
 
 typedef MmaFragment<1, Config::kBlockQ / 8, true> ScoreFragment;
 
@@ -62,9 +66,11 @@ struct Consumer {
   int before = -1;  // number of the tile of queries of the step before it; at first there is none
   float dk[Config::kHeadDim / 2], dv[Config::kHeadDimV / 2];
   RegisterOperand<Config::kBlockQ / 16> probabilities, gradients;
+  AddedBias bias;
+  float key_sums[ScoreFragment::kSlots] = {};  // of the gradient of a bias that is held
 
   __device__ __forceinline__ Consumer(const Params& params, SharedStorage& storage, const Work& w, int g)
-      : p(params), shared(storage), work(w), group(g), turns{g}, at(params, w) {
+      : p(params), shared(storage), work(w), group(g), turns{g}, at(params, w), bias(storage, storage.channels) {
     clear(dk);
     clear(dv);
   }
@@ -150,10 +156,11 @@ struct Consumer {
     place.head = at.head;
     const auto& units = in_units(p, shared.channels);
     ScoreSlopes<ScoreFragment> slopes;
+    bias.stand_at(cursor);
     scores_of<true>(
         s, slopes, s_at, p, place, corner,
         tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {first_key, first_key + kWarpgroupRows}),
-        units.scale);
+        units.scale, bias);
     const Statistics& statistics = shared.channels.statistics[cursor.slot];
     probabilities_of(s, s_at, statistics, units);
     probabilities.pack<Element>(s);
@@ -163,15 +170,45 @@ struct Consumer {
     pin(dp);
     score_gradients_of(s, dp, s_at, statistics, units);
     if constexpr (kAddsGradients) {  // they are gradients of what comes behind the slopes
-      for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
+      if constexpr (kKeepsKeySums) {
+#pragma unroll
+        for (int slot = 0; slot < ScoreFragment::kSlots; ++slot)
+          key_sums[slot] += thread_row_sum<ScoreFragment>(s, slot);
+      } else if constexpr (!kBlocksLeave) {
+        for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
+      }
+      bias.hand_over(s, s_at);
       add_score_gradients(s, slopes, s_at, p, place, corner);
       scale_by(s, slopes);
     }
     gradients.pack<Element>(s);
+    bias.hand_over(gradients, s_at);
     cursor.wait_empty(shared.gradients);
     store_operand(shared.ds[cursor.slot], warp_key(own_thread()), gradients);
     fence_proxy_async();
     arrive_by_warp(cursor.full(shared.gradients));
+  }
+
+  // Where a bias is held: what it is for the queries of the head at hand ...
+  __device__ __forceinline__ void enter_head() {
+    if constexpr (Config::kHoldsBias) {
+      Place place = work.place;
+      place.head = at.head;
+      const u32 thread = recomputed(threadIdx.x);
+      bias.enter(p, place, work.keys.begin, ScoreFragment(warp_key(thread), 0, thread));
+    }
+  }
+  // ... and its gradient from them.
+  __device__ __forceinline__ void leave_head(int head) {
+    if constexpr (kKeepsKeySums) {
+      Place place = work.place;
+      place.head = head;
+      const u32 thread = recomputed(threadIdx.x);
+      const ScoreFragment s_at(warp_key(thread), 0, thread);
+      for_each_operand_gradient(
+          p, [&](const View& view) { add_key_gradients(key_sums, s_at, view, p, place, work.keys.begin); });
+      clear(key_sums);
+    }
   }
 
   // ---- the walk ----
@@ -180,6 +217,7 @@ struct Consumer {
     float s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
     issue_scores(s);
     if (!Config::kLateDp) issue_dp(dp);
+    enter_head();
     form_gradients(s, dp);
   }
   // Takes the turn, and hands it on once S and dP of the next step are queued.
@@ -212,7 +250,12 @@ struct Consumer {
       release_by_warp(shared.channels.queries, slot);
     }
     before = at.number();
+    const int head = at.head;
     at.advance(p, here());
+    if (Config::kHoldsBias && at.head != head) {
+      leave_head(head);
+      enter_head();
+    }
     form_gradients(s, dp);
   }
   __device__ __forceinline__ void finish() {
@@ -236,6 +279,7 @@ struct Consumer {
     start();
 #pragma unroll 1
     for (int rest = work.steps - 1; rest > 0; --rest) advance();
+    leave_head(at.head);
     finish();
   }
 
@@ -257,6 +301,25 @@ struct Consumer {
   }
 };
 
+// All consumers, when nobody reads queries any more: what no query of the tile's heads sees has a gradient of 0.
+__device__ __forceinline__ void clear_hidden_bias(const Params& p, SharedStorage& shared, const Work& work) {
+  if constexpr (Config::kReturnsBias && Visibility::kNarrows) {
+    typedef PanelTile<Config::kBlockQ, kPanelColumns> Panel;
+    static_assert(Panel::kBytes <= sizeof(QueryTile), "a panel of zeros in the place of queries");
+    Panel& zeros = *reinterpret_cast<Panel*>(shared.in.q[0].data);
+    clear_rows_outside<kGroups * kWarpgroupThreads>(zeros, Range{0, 0}, int(threadIdx.x) - kWarpgroupThreads);
+    fence_proxy_async();
+    bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
+    if (threadIdx.x != kWarpgroupThreads) return;
+    const Range seen = work.steps > 0 ? Range{work.first, work.last} : Range{0, 0};
+    for (int head = work.place.head; head < work.place.head + p.group; ++head)
+      for (int tile = 0; tile < Place::query_tiles<Config::kBlockQ>(p); ++tile)
+        if (tile < seen.begin || tile >= seen.end)
+          store_bias_panels(p, zeros, work.batch, head, tile * Config::kBlockQ, work.keys.begin);
+    cp_async_bulk_commit_group();
+  }
+}
+
 __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, const Work& work, int group) {
   Consumer consumer(p, shared, work, group);
   await_keys<kAllBarrier, kGroups * kWarpgroupThreads>(p, shared.in, shared.channels, work);
@@ -269,6 +332,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     } else {
       consumer.store(shared.in.v, consumer.dv, 1.f, p.dv_map);
       bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K
+      clear_hidden_bias(p, shared, shared.channels.work);
       consumer.store(shared.in.k, consumer.dk, p.scale, p.dk_map);
       if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group<0>();
     }
@@ -297,6 +361,16 @@ __device__ __forceinline__ void add_in_turns(const Params& p, SharedStorage& sha
   }
 }
 
+// One thread: what consumers make of the gradient of a bias.
+__device__ __forceinline__ void return_bias(const Params& p, SharedStorage& shared, const Work& work) {
+  Step step(p, work);
+  BiasReturner<kBlocksLeave ? Config::kBiasStages : 0> returner;
+  for (int i = 0; i < work.steps; ++i) {
+    returner.store(p, shared, shared.channels, work.batch, step.head, step.tile * Config::kBlockQ, work.keys.begin);
+    step.advance(p, work);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
@@ -305,6 +379,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     set_work(p, shared.channels);
     shared.channels.init(kWarps);
     shared.gradients.init(kGroups, kWarps);
+    shared.channels.init_bias(kWarps);
     if constexpr (Config::kDeterministic) shared.dq_sums.init(1, kWarps);
     fence_mbarrier_init();
   }
@@ -315,9 +390,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) produce(p, shared.in, shared.channels, work);
+    if (threadIdx.x == 0) produce(p, shared.in, shared.channels, shared, work);
     if (Config::kDeterministic && (threadIdx.x == 32 || threadIdx.x == 64))
       add_in_turns(p, shared, work, int(threadIdx.x) / 32 - 1);
+    if (kBlocksLeave && threadIdx.x == 96) return_bias(p, shared, work);
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();
     consume(p, shared, work, group - 1);

@@ -8,6 +8,7 @@
 #include "hw/gemm_wgmma.cuh"
 #include "hw/reduce.cuh"
 #include "hw/turns.cuh"
+#include "wgmma_bias.cuh"
 
 typedef PanelTile<Config::kBlockK, Config::kDqWidth> KeyTile;
 typedef PanelTile<Config::kBlockK, Config::kHeadDimV> ValueTile;
@@ -21,7 +22,7 @@ struct InputTiles {
   DoutTile dout[Config::kStages];
 };
 typedef TileStatistics<Config::kBlockQ> Statistics;
-struct InputChannels : GradientUnits<kHasPlanes> {
+struct InputChannels : GradientUnits<kHasPlanes>, BiasChannels {
   Statistics statistics[Config::kStages];
   Channel<1> keys;
   Channel<Config::kStages> queries, douts;
@@ -48,7 +49,8 @@ __device__ __forceinline__ u32* turn_counter(const Params& p, i64 sums) {
 }
 
 // One thread: loads in the order in which the consumers use what is loaded.
-__device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, InputChannels& channels, const Work& work) {
+__device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, InputChannels& channels, BiasTiles& biases,
+                                        const Work& work) {
   const u32 full = shared_address(&channels.keys.full[0]);
   mbarrier_arrive_expect_tx(full, KeyTile::kBytes + ValueTile::kBytes);
   const DescribedRow key = work.place.described_key(p, work.keys.begin, work.batch);
@@ -57,6 +59,7 @@ __device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, Inpu
   copy_panels(tiles.v, p.v_map, full, at, CachePolicy::kEvictFirst);
   Step step(p, work);
   Cursor<Config::kStages> cursor;
+  BiasWriter<Config::kBiasStages> bias;
   for (int i = 0; i < work.steps; ++i) {
     const DescribedRow query = work.place.described_query(p, step.tile * Config::kBlockQ, work.batch);
     const BoxCorner corner{0, query.row, step.head, query.batch};
@@ -70,6 +73,7 @@ __device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, Inpu
     cursor.wait_empty(channels.douts);
     mbarrier_arrive_expect_tx(dout_full, DoutTile::kBytes);
     copy_panels(tiles.dout[cursor.slot], p.dout_map, dout_full, corner, CachePolicy::kEvictNormal);
+    bias.load(p, biases, channels, work.batch, step.head, step.tile * Config::kBlockQ, work.keys.begin, true);
     step.advance(p, work);
     cursor.advance();
   }

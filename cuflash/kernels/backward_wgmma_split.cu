@@ -25,7 +25,7 @@ typedef MmaFragment<1, Config::kBlockQ / 8, true> ScoreFragment;
 typedef SumTile<kWarpgroupThreads, kPanelColumns / 8> DqPanel;
 typedef float Scores[ScoreFragment::kSize];
 
-struct SharedStorage {
+struct SharedStorage : BiasTiles {
   InputTiles in;
   GradientTile ds[2];
   float4 p[ScoreFragment::kSize / 4][kWarpgroupThreads];  // each thread's own
@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) produce(p, shared.in, shared.channels, work);
+    if (threadIdx.x == 0) produce(p, shared.in, shared.channels, shared, work);
   } else if (group == 1) {
     setmaxnreg_inc<Config::kConsumerRegisters>();
     await_keys(p, shared, work);

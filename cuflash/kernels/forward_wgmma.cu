@@ -17,6 +17,7 @@
 #include "attention/epilogue.cuh"
 #include "attention/plane_units.cuh"
 #include "attention/units.cuh"
+#include "wgmma_bias.cuh"
 
 constexpr int kGroups = Config::kBlockQ / kWarpgroupRows;  // of consumers
 constexpr int kGroupBarrier = 1, kAllBarrier = kGroupBarrier + kGroups;
@@ -50,7 +51,7 @@ struct Told {
   bool last;  // of its tile
 };
 
-struct SharedStorage {
+struct SharedStorage : BiasTiles, BiasChannels {
   QueryTile q[Config::kQueryStages];
   KeyTile k[Config::kStages];
   ValueTile v[Config::kStages];
@@ -94,8 +95,9 @@ __device__ __forceinline__ Tile tile_of(const Params& p, int index) {
   Tile tile;
   Place place;
   tile.row = place.enter_queries<Config::kBlockQ>(p, query_tiles - 1 - assigned.tile) * Config::kBlockQ;
-  tile.head = assigned.head % p.heads_q;
-  tile.batch = assigned.head / p.heads_q;
+  const HeadOfEntry of(p, assigned.head, p.heads_q);
+  tile.head = of.head;
+  tile.batch = of.batch;
   tile.take_rows(place);
   place.set_head(p, tile.head);
   place.set_batch(p, tile.batch);
@@ -231,6 +233,7 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
   const bool leads = kProducers == 1 || threadIdx.x == 0;
   Cursor<Config::kQueryStages> q_at;
   Cursor<Config::kStages> k_at, v_at;
+  BiasWriter<Config::kBiasStages> bias;
   const auto load_q = [&](const Tile& tile) {
     q_at.wait_empty(shared.queries);
     if (leads) {
@@ -297,6 +300,7 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
       load_keys(shared.k[k_at.slot], p.k_map, k_at.full(shared.keys), tile, block);
     }
     k_at.advance();
+    bias.load(p, shared, shared, tile.batch, tile.head, tile.row, block * Config::kBlockK, leads);
     return next;
   };
 
@@ -376,6 +380,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   float (&product)[OutFragment::kSize] = Config::kMerged ? part : o;
   RegisterOperand<Config::kBlockK * kBytes / 32> probabilities;
   HeldUnits<kHasScales> held_units;  // of the tile whose scores are at hand
+  AddedBias bias(shared, shared);
 
   // Waits for it; where it stands in `tiles`, -1 after the last.
   const auto next_tile = [&] {
@@ -446,7 +451,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     if (found && !moved) return false;
     if (!found) {
       ScoreSlopes<ScoreFragment> slopes;
-      scores_of<false>(s, slopes, s_at, p, work.place, {work.row, block.number * Config::kBlockK}, open, units.scale);
+      scores_of<false>(s, slopes, s_at, p, work.place, {work.row, block.number * Config::kBlockK}, open, units.scale,
+                       bias);
       bool subtracted = false;
       moved = softmax.rebase(s, alpha, subtracted, units);
       softmax.exponentiate(s, subtracted, units);
@@ -465,6 +471,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
         bar_sync(kGroupBarrier + group, kWarpgroupThreads);
       release_keys();
       k_at.advance();
+      bias.skip();
     }
   };
   // What is told is read before the product: once that is there, another warp may hand the keys back.
@@ -489,11 +496,17 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     const auto held = units_of<kHasScales>(p, done);
     const auto& units = in_units(p, held);
     softmax.finish();
-    if constexpr (kHasSinks) {
+    if constexpr (kHasSinks || Config::kBiasApart) {
       Place place;
       place.take_rows(done);
       place.head = done.head;
       place.set_batch(p, done.batch);
+      if constexpr (Config::kBiasApart) {
+        const ScoreFragment at(warp_row(), 0, recomputed(threadIdx.x));
+#pragma unroll
+        for (int slot = 0; slot < ScoreFragment::kSlots; ++slot)
+          softmax.move(slot, bias_apart(p, place, done.row + at.row(slot)), units);
+      }
       softmax.join_sink(p, place, units);
     }
     // By selection: an accumulator that no key entered may hold NaN.
@@ -638,6 +651,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   if (threadIdx.x == 0) {
     shared.queries.init(Config::kSeparateOut ? kReaders : kGroups);
     shared.keys.init(kReaders);
+    shared.init_bias(kGroups * kWarpgroupThreads / 32);
     shared.values.init(kGroups);
     if constexpr (kPacked) shared.comings.init(1);
     fence_mbarrier_init();

@@ -162,6 +162,7 @@ class BackwardMma:
     late: bool  # dq is added a step late, unless blocks take turns
     deterministic: bool = False  # blocks add to dq in turns
     sum_digits: int = 0  # of gradients of operands that are summed in fixed point
+    stores_gradients: bool = False  # those of operands are single terms, in the type of the result
 
     @property
     def threads(self) -> int:

@@ -21,6 +21,8 @@ class BackwardDelta:
     turns: int = 0  # and counters of a tile of queries
     statistics_rows: int = 1  # of which the shifts lie together, behind them the deltas
     has_planes: bool = False  # which the main kernel multiplies, and whose units its statistics have
+    bias_apart: bool = False  # a bias that is the same for all keys is left to this kernel
+    sum_digits: int = 0  # of its gradient where it is summed in fixed point
 
     threads = 256
 

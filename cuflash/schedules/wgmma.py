@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +33,8 @@ SEGMENT_BYTES = 24  # bounds of a packed sequence, a part of the two that follow
 TILE_BYTES = 28 + SEGMENT_BYTES  # what consumers are told of a tile of queries
 TOLD_BYTES = 8  # and of a block of keys
 WORK_BYTES = 48 + SEGMENT_BYTES  # what a block of the backward is told of its tile of keys
+SUM_BYTES = 4  # of the sums of gradients
+BROUGHT = 3  # weight of a bias that comes ahead
 SCORED = 8  # weight of what looks at single scores
 
 #: registers per thread of the producer and of each consumer, by consumers: together at most what the launch reserves
@@ -47,6 +49,11 @@ REGISTERS_OF_PLANES = {2: (56, 224), 3: (56, 152)}
 def channel_bytes(slots: int) -> int:
     """A Channel of hw/copy_tma.cuh."""
     return 2 * 8 * slots
+
+
+def bias_bytes(rows: int, columns: int, stages: int) -> int:
+    """BiasTiles of wgmma_bias.cuh."""
+    return stages * (2 * columns if rows == 1 else panel_bytes(rows, columns))
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,12 @@ class ForwardWgmma:
     producer_registers: int
     consumer_registers: int
     merged: bool = False  # what each block of keys adds to the output is summed apart, in full float32
+    bias_rows: int = 0  # of each block of a bias that comes ahead
+    bias_stages: int = 0
+    bias_apart: bool = False  # which is the same for all keys, and moves lse alone
+    holds_bias: bool = False
+    returns_bias: bool = False
+    sums_bias: bool = False
 
     #: blocks stay and take tile after tile, so there are no more of them than the device holds at once
     persistent = True
@@ -86,7 +99,17 @@ class ForwardWgmma:
     @property
     def box_rows(self) -> Mapping[str, int]:
         """Rows of a copy, by array."""
-        return {"q": self.block_q, "k": self.block_k, "v": self.block_k, "out": GROUP_ROWS}
+        return {"q": self.block_q, "k": self.block_k, "v": self.block_k, "out": GROUP_ROWS, **self.bias_box}
+
+    @property
+    def bias_box(self) -> Mapping[str, int]:
+        return {"bias": self.bias_rows} if self.bias_stages else {}
+
+    @property
+    def bias_bytes(self) -> int:
+        """Shared memory of a bias that comes ahead."""
+        tiles = bias_bytes(self.bias_rows, self.block_k, self.bias_stages)
+        return padded(tiles + 2 * channel_bytes(self.bias_stages), PANEL_ALIGNMENT)
 
     @property
     def out_bytes(self) -> int:
@@ -99,7 +122,7 @@ class ForwardWgmma:
         out = self.out_bytes if self.separate_out else 16
         channels = channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + channel_bytes(1)
         told = (2 * self.query_stages + 1) * TILE_BYTES + self.stages * TOLD_BYTES
-        return padded(queries + keys + out + channels + told, PANEL_ALIGNMENT)
+        return self.bias_bytes + padded(queries + keys + out + channels + told, PANEL_ALIGNMENT)
 
     def blocks(self, problem: Problem) -> int:
         """Tiles of queries."""
@@ -115,7 +138,7 @@ class ForwardWgmmaNarrow(ForwardWgmma):
     @property
     def box_rows(self) -> Mapping[str, int]:
         """Rows of a copy, by array; values have no map."""
-        return {"q": self.block_q, "k": self.block_k, "out": GROUP_ROWS}
+        return {"q": self.block_q, "k": self.block_k, "out": GROUP_ROWS, **self.bias_box}
 
     def shared_bytes(self, itemsize: int) -> int:
         keys = self.stages * panel_bytes(self.block_k, self.head_dim, itemsize)
@@ -124,7 +147,7 @@ class ForwardWgmmaNarrow(ForwardWgmma):
         out = panel_bytes(self.block_q, self.head_dim_v)
         channels = channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + channel_bytes(1)
         told = (2 * self.query_stages + 1) * TILE_BYTES + self.stages * TOLD_BYTES
-        return padded(queries + keys + values + out + channels + told, PANEL_ALIGNMENT)
+        return self.bias_bytes + padded(queries + keys + values + out + channels + told, PANEL_ALIGNMENT)
 
     def step_count(self, problem: Problem) -> int:
         """Steps of the values of a head."""
@@ -149,6 +172,13 @@ class BackwardWgmma:
     consumer_registers: int = 240
     deterministic: bool = False  # blocks add to dq in turns
     sum_digits: int = 0  # of gradients of operands that are summed in fixed point
+    stores_gradients: bool = False  # those of operands are single terms, in the type of the result
+    bias_rows: int = 0  # of each block of a bias that comes ahead
+    bias_stages: int = 0
+    bias_apart: bool = False  # which is the same for all keys, and left to backward_delta.cu
+    holds_bias: bool = False  # which is the same for all queries, in registers
+    returns_bias: bool = False  # blocks of gradients take the places of those of the bias
+    sums_bias: bool = False  # or are added to sums
 
     #: parts of a tile of dq that are summed apart
     dq_chunks = 1
@@ -172,7 +202,10 @@ class BackwardWgmma:
     def box_rows(self) -> Mapping[str, int]:
         """Rows of a copy, by array."""
         queries = {"q": self.block_q, "dout": self.block_q}
-        return {**queries, "k": self.block_k, "v": self.block_k, "dk": GROUP_ROWS, "dv": GROUP_ROWS}
+        biases = {"bias": self.bias_rows} if self.bias_stages else {}
+        if self.returns_bias or self.sums_bias:
+            biases["dbias"] = self.bias_rows
+        return {**queries, "k": self.block_k, "v": self.block_k, "dk": GROUP_ROWS, "dv": GROUP_ROWS, **biases}
 
     @property
     def exchanged_bytes(self) -> int:
@@ -185,8 +218,15 @@ class BackwardWgmma:
         statistics = 2 * 4 * self.block_q
         gradients = 2 * panel_bytes(self.block_k, self.block_q)
         channels = self.told_bytes + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
-        return padded(
-            keys + self.stages * (queries + statistics) + gradients + self.exchanged_bytes + channels, PANEL_ALIGNMENT
+        channels += channel_bytes(self.bias_stages) + channel_bytes(1 if self.sums_bias else self.bias_stages)
+        sums = panel_bytes(self.block_q, self.block_k, 4) if self.sums_bias else 0
+        return (
+            sums
+            + bias_bytes(self.bias_rows, self.block_k, self.bias_stages)
+            + padded(
+                keys + self.stages * (queries + statistics) + gradients + self.exchanged_bytes + channels,
+                PANEL_ALIGNMENT,
+            )
         )
 
     def blocks(self, problem: Problem) -> int:
@@ -260,14 +300,15 @@ def unfit(problem: Problem, for_backward: bool) -> str | None:
     return None
 
 
-def weight(problem: Problem) -> int:
+def weight(problem: Problem, bias: str = "") -> int:
     """What the modifiers take of the registers: intervals of keys their few numbers, what looks at single scores far more.
 
     The limits in the table are those up to which the compiler's reports show no spill (tests/test_compile_matrix.py).
     """
-    counted = [m for m in problem.modifiers if m.kind not in ("sum", "place", "units")]
+    given = without_bias(problem) if bias else problem
+    counted = [m for m in given.modifiers if m.kind not in ("sum", "place", "units")]
     weights = [len(m.fields) if m.kind == "range" else SCORED for m in counted]
-    return sum(weights) + (SCORED if problem.scale <= 0 else 0)
+    return sum(weights) + (BROUGHT if bias else 0) + (SCORED if problem.scale <= 0 else 0)
 
 
 def mean_keys(problem: Problem) -> int:
@@ -281,9 +322,34 @@ def mean_keys(problem: Problem) -> int:
     return int(max(end - begin, 0))
 
 
-def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
-    """The first fitting tile that is no taller than the queries, unless there are but taller ones."""
-    found = list(fitting_forwards(problem, shared_limit))
+def bias_form(problem: Problem, at: Mapping[str, Placed]) -> str:
+    """How a bias comes ahead of use, if nothing else changes scores: in "blocks", as a "row" or "apart"; "" where it does not.
+
+    A row is the same for all queries; what is the same for all keys is kept apart from scores.
+    """
+    added = [m.added for m in problem.modifiers if m.kind == "score"]
+    if added != ["bias"] or problem.is_packed:
+        return ""
+    place = at["bias"]
+    *_, row, column = place.strides
+    if column == 0:
+        return "apart" if problem.scale > 0 else ""
+    try:
+        tensormap.of_bias(problem, place, 1)
+    except UnsupportedError:
+        return ""
+    return "blocks" if row else "row"
+
+
+def without_bias(problem: Problem) -> Problem:
+    return replace(problem, modifiers=tuple(m for m in problem.modifiers if m.added != "bias"))
+
+
+def forward(problem: Problem, shared_limit: int, aligned: bool, bias: str = "") -> ForwardWgmma:
+    """The first fitting tile that is no taller than the queries, unless there are but taller ones; `bias` is its form."""
+    if bias == "apart":
+        return replace(forward(without_bias(problem), shared_limit, aligned), bias_apart=True)
+    found = list(fitting_forwards(problem, shared_limit, bias))
     if not found:
         raise UnsupportedError(
             f"head_dim {problem.head_dim} with head_dim_v {problem.head_dim_v}: no tile of the forward by wgmma fits the "
@@ -293,22 +359,24 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardWgmma:
     return next((config for config in found if config.block_q <= rows), found[0])
 
 
-def fitting_forwards(problem: Problem, shared_limit: int) -> Iterator[ForwardWgmma]:
+def fitting_forwards(problem: Problem, shared_limit: int, bias: str = "") -> Iterator[ForwardWgmma]:
     """The tiles of the table that take the head sizes and the keys, leave registers for the modifiers, and fit."""
     narrow = ITEMSIZE[problem.dtype] == 1
     head_dim, head_dim_v = padded(problem.head_dim, 2 * STEP if narrow else STEP), padded(problem.head_dim_v, STEP)
     wide_out = tiles(head_dim_v, PANEL_COLUMNS) > tiles(head_dim, PANEL_COLUMNS)  # more than the queries' place holds
     # Packed sequences are all taken for short ones, whatever they are (`Problem.longest_q`): long ones lose less by the tiles of
     # short ones than these by theirs.
-    keys, modifiers = 0 if problem.is_packed else mean_keys(problem), weight(problem)
+    keys, modifiers = 0 if problem.is_packed else mean_keys(problem), weight(problem, bias)
     looks = any(m.knows_tiles() for m in problem.modifiers)
     has_planes = problem.dtype == "float32"  # schedules/split_wgmma.py
     tables: Mapping[str, tuple[tuning.ForwardWgmmaTile, ...]]
     tables = {NARROW: tuning.FORWARD_WGMMA_E4M3, "float32": tuning.FORWARD_WGMMA_PLANE}
-    for tile in tables.get(problem.dtype, tuning.FORWARD_WGMMA):
+    ahead = tuning.FORWARD_WGMMA_BIAS if bias == "blocks" and not narrow else ()
+    for tile in (*ahead, *tables.get(problem.dtype, tuning.FORWARD_WGMMA)):
         if max(head_dim, head_dim_v) > tile.max_head_dim or keys > tile.max_keys or modifiers > tile.max_weight:
             continue
         groups = tile.block_q // GROUP_ROWS
+        bias_rows, bias_stages = {"blocks": (tile.block_q, tile.bias_stages), "row": (1, tile.stages)}.get(bias, (0, 0))
         producer, consumer = (REGISTERS_TO_LOOK if looks else REGISTERS_OF_PLANES if has_planes else REGISTERS)[groups]
         config = (ForwardWgmmaNarrow if narrow else ForwardWgmma)(
             head_dim=head_dim,
@@ -323,6 +391,8 @@ def fitting_forwards(problem: Problem, shared_limit: int) -> Iterator[ForwardWgm
             producer_registers=producer,
             consumer_registers=consumer,
             merged=tile.merged,
+            bias_rows=bias_rows if bias_stages else 0,
+            bias_stages=bias_stages,
         )
         if config.shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit:
             yield config
@@ -331,8 +401,20 @@ def fitting_forwards(problem: Problem, shared_limit: int) -> Iterator[ForwardWgm
 MAX_PAIRED = 128  # head size up to which dK and dV together fit in a warpgroup's registers
 
 
-def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardWgmma:
-    """128 queries at a time for head sizes up to 64 and scores that nothing changes, else 64; split roles above 128."""
+def backward(
+    problem: Problem,
+    shared_limit: int,
+    aligned: bool,
+    bias: str = "",
+    dbias: Placed | None = None,
+    deterministic: bool = False,
+) -> BackwardWgmma:
+    """128 queries at a time for head sizes up to 64 and scores that nothing changes, else 64; split roles above 128.
+
+    `bias` is its form, and `dbias` where its gradient lies.
+    """
+    if bias == "apart":
+        return replace(backward(without_bias(problem), shared_limit, aligned), bias_apart=True)
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
     widest = max(head_dim, head_dim_v)
     if widest > MAX_PAIRED:
@@ -344,15 +426,41 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> BackwardWgmm
             late_dp=False,
             block_k=GROUP_ROWS,
         )
-    rich = is_rich(problem)
-    narrow = widest <= PANEL_COLUMNS and not rich
-    return BackwardWgmma(
+    itemsize = itemsize_of_gradient(problem, dbias, bias)
+    rich = is_rich(without_bias(problem) if itemsize else problem)
+    summed = bias == "blocks" and itemsize == SUM_BYTES
+    narrow = widest <= PANEL_COLUMNS and not rich and not summed
+    config = BackwardWgmma(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         dq_width=head_dim if narrow else 2 * PANEL_COLUMNS,
         block_q=2 * GROUP_ROWS if narrow else GROUP_ROWS,
-        late_dp=rich,
+        late_dp=rich or (summed and widest > PANEL_COLUMNS),
+        bias_rows=(2 * GROUP_ROWS if narrow else GROUP_ROWS) if bias == "blocks" else 0,
+        bias_stages=2 if bias == "blocks" else 0,
+        holds_bias=bias == "row",
+        returns_bias=bias == "blocks" and itemsize == 2,
+        sums_bias=summed,
     )
+    fits = replace(config, deterministic=deterministic).shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit
+    spills = summed and rich and widest > PANEL_COLUMNS
+    if bias and (spills or not fits):
+        return backward(problem, shared_limit, aligned)  # which reads the bias from memory
+    return config
+
+
+def itemsize_of_gradient(problem: Problem, dbias: Placed | None, bias: str) -> int:
+    """Bytes of an element of a bias's gradient, of sums or single terms; 0 where nothing but additions one by one make it."""
+    dtypes = {2: problem.dtype, SUM_BYTES: "float32"}
+    if not bias or dbias is None or dbias.itemsize not in dtypes:
+        return 0
+    if bias == "row":
+        return dbias.itemsize
+    try:
+        tensormap.of_bias(problem, dbias, 1, 0, "dbias", dtypes[dbias.itemsize])
+    except UnsupportedError:
+        return 0
+    return dbias.itemsize
 
 
 def convert(problem: Problem, main: BackwardWgmma) -> BackwardConvert:

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cuflash import tensormap
 from cuflash.tensormap import TensorMap
 
 from .build import BuildError, EmulatorError, library, source_lines
@@ -209,7 +208,7 @@ class EmulatedKernel:
     def encode(self, tensor_map: TensorMap, address: int) -> bytes:
         """The same for a map of a plan."""
         m = tensor_map
-        return self.tensor_map(m.element, address + m.origin, m.sizes, m.strides, m.box, tensormap.SWIZZLE_128B)
+        return self.tensor_map(m.element, address + m.origin, m.sizes, m.strides, m.box, m.swizzle)
 
     def constant(self, name: str) -> int:
         """Value of an `extern "C" __device__ const int` of the source."""

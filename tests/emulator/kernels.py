@@ -305,6 +305,8 @@ def backward(
     arrays = planning.backward_arrays(call, **given, **gradients, **sums)
     places = planning.places_of(problem, arrays)
     plan = planning.plan_backward.__wrapped__(problem, device, places, run.deterministic, run.requested)
+    for name in plan.overwritten:
+        sums[name][...] = poison((), sums[name].dtype)
     workspace = {
         name: memory.like(np.zeros(n, np.uint8) if name in plan.cleared else poison((n,), np.uint8), name)[0]
         for name, n in plan.workspace().items()

@@ -5,14 +5,20 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 
+from cuflash import plan, tuning
 from cuflash.backends import described_device
+from cuflash.schedules import wgmma
 from tests.cases import Case
-from tests.emulator.kernels import check
+from tests.emulator.build import EmulatorError
+from tests.emulator.kernels import check, check_call
+from tests.emulator.test_dropout import mutated
 from tests.emulator.test_mma import FORWARD, target_id
 from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
 from tests.emulator.test_simt import tile as simt_tile  # noqa: F401 (a fixture)
+from tests.emulator.test_wgmma import hopper
 
 PATTERNS = ["".join(axes) for axes in product("b1", "h1", "q1", "k1")]
 TARGETS = [(80, "bfloat16"), (75, "float32"), (75, "float64")]
@@ -57,3 +63,129 @@ def test_patterns_on_hopper(head_dim: int, pattern: str) -> None:
     """By both schedules of its backward, and by that of split roles."""
     case = case_of(pattern, "bfloat16", head_dim, batch=(2,), seq_q=70)
     check(case, described_device(90), [PATTERNS.index(pattern) % 6], requested="wgmma")
+
+
+# ---- Hopper: a bias that comes ahead of use ------------------------------------------------------------------------------
+#: every order in which slots of queries, keys and a bias go round
+AHEAD = {
+    "continuous": tuning.ForwardWgmmaTile(256, 128, 64, 2, 2, continuous=True, bias_stages=3),
+    "one tile of queries": tuning.ForwardWgmmaTile(256, 128, 128, 2, 1, continuous=False, bias_stages=2),
+    "three warpgroups": tuning.ForwardWgmmaTile(256, 192, 64, 3, 1, continuous=False, bias_stages=1),
+}
+#: those with intervals of keys, and with tiles that the producer passes over
+HIDING = {
+    "alone": {},
+    "causal": {"causal": True},
+    "ranges": {"window": (100, 60), "lengths": (136, 70)},
+    "mask": {"mask": "hqk"},
+    "documents": {"documents": "packed"},
+}
+
+
+@pytest.fixture(params=AHEAD)
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuning.ForwardWgmmaTile:
+    """Sets the only tile that may be chosen."""
+    for table in ("FORWARD_WGMMA_BIAS", "FORWARD_WGMMA"):
+        monkeypatch.setattr(tuning, table, (AHEAD[request.param],))
+    return AHEAD[request.param]
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_ahead_of_use(pattern: str) -> None:
+    """Several tiles of queries for each block of threads, rows and keys that end inside a tile and inside a panel."""
+    case = case_of(pattern, "bfloat16", 16, batch=(2,), heads_q=2, heads_k=1, seq_q=300, seq_k=136)
+    check(case, hopper(), [PATTERNS.index(pattern) % 6, 6], requested="wgmma", with_backward=False)
+
+
+@pytest.mark.parametrize("hiding", HIDING)
+@pytest.mark.parametrize("pattern", ["bhqk", "1h1k", "b1q1"])
+def test_ahead_of_use_beside_what_hides_keys(ahead: tuning.ForwardWgmmaTile, pattern: str, hiding: str) -> None:
+    if hiding == "documents" and ahead.block_q > 128:
+        pytest.skip("a producer that looks at tiles has registers beside two warpgroups")
+    options = {"batch": (2,), "heads_q": 2, "heads_k": 1, "seq_q": 300, "seq_k": 136, **HIDING[hiding]}
+    check(case_of(pattern, "float16", 16, **options), hopper(), range(3), requested="wgmma", with_backward=False)
+
+
+@pytest.mark.parametrize("hiding", ["alone", "causal", "ranges"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_backward_ahead_of_use(pattern: str, head_dim: int, hiding: str) -> None:
+    """Two heads of a group, tiles of queries and keys that end inside, gradients of full arrays in place of blocks."""
+    options = {"batch": (2,), "heads_q": 2, "heads_k": 1, "seq_q": 150, "seq_k": 136, "dlse": True, **HIDING[hiding]}
+    check(case_of(pattern, "bfloat16", head_dim, **options), hopper(), [PATTERNS.index(pattern) % 6], requested="wgmma")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("pattern", ["bhqk", "b1qk", "1h1k", "bhq1", "11q1", "1111"])
+def test_backward_ahead_of_use_in_turns(pattern: str, head_dim: int) -> None:
+    options = {"batch": (2,), "heads_q": 2, "heads_k": 1, "seq_q": 150, "seq_k": 136, "dlse": True, "sinks": "h"}
+    case = case_of(pattern, "float16", head_dim, **options)
+    check(case, hopper(), [0, 1], requested="wgmma", deterministic=True, residents=2)
+
+
+@pytest.mark.parametrize("far", [-np.inf, np.inf, np.nan, 1e4], ids=str)
+@pytest.mark.parametrize("pattern", ["bhq1", "bh1k", "bhqk"])
+def test_numbers_that_are_none(pattern: str, far: float) -> None:
+    """Rows and keys that a bias hides, or of which it leaves nothing, are what they are by the definition."""
+    call, dout, dlse = case_of(pattern, "bfloat16", 64, batch=(), seq_q=70, seq_k=136, dlse=True, sinks="h").call()
+    bias = call.operands["bias"]
+    if pattern[2] == "q":
+        bias[..., ::5, :] = far
+    if pattern[3] == "k":
+        bias[..., ::3] = far
+    check_call(call, dout, dlse, hopper(), [0], requested="wgmma")
+
+
+BUGS = {
+    "a block is read before it is there": ("at.wait_full(channels.biases);\n    for_each_pair", "for_each_pair"),
+    "a block is given back before it is read": (
+        "at.wait_full(channels.biases);\n    for_each_pair",
+        "at.wait_full(channels.biases);\n    release_by_warp(channels.biases, at.slot);\n    for_each_pair",
+    ),
+    "blocks are never given back": ("release_by_warp(channels.biases, at.slot);", ""),
+    "skipped blocks are kept": ("bias.skip();", ""),
+    "blocks are those of the first head": ("view.head ? head : 0", "0"),
+    "a place is filled again while it is copied": ("cp_async_bulk_wait_group_read<0>();\n    if", "if"),
+    "gradients of hidden blocks are left alone": ("clear_hidden_bias(p, shared, work);\n  consumer", "consumer"),
+    "keys of one head have the bias of another": (
+        "      leave_head(head);\n      enter_head();",
+        "      leave_head(head);",
+    ),
+    "gradients of two heads are one": ("      leave_head(head);\n      enter_head();", "      enter_head();"),
+    "rows are shifted the wrong way": ("lse - bias_apart(p, place, row)", "lse + bias_apart(p, place, row)"),
+    "lse is left alone": ("softmax.move(slot,", "if (false) softmax.move(slot,"),
+    "the sink has no part": ("if constexpr (kHasSinks) sum -=", "if constexpr (false) sum -="),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs_are_found(bug: str) -> None:
+    """Each wrong line must show under some form of a bias, or the tests above prove nothing."""
+    options = {"batch": (2,), "heads_q": 2, "heads_k": 1, "seq_q": 300, "seq_k": 264, "dlse": True, "sinks": "h"}
+    found = []
+    for pattern, window in product(("bhqk", "bh1k", "bhq1"), ((100, 60), None)):
+        case = case_of(pattern, "bfloat16", 64, window=window, **options)
+        try:
+            check(case, hopper(), [1, 4], requested="wgmma", text=mutated(*BUGS[bug]))
+        except (AssertionError, EmulatorError) as error:
+            found.append(str(error))
+            break
+    assert found
+
+
+def test_where_a_bias_comes_ahead_of_use() -> None:
+    """By where it lies; not beside what else changes scores, nor along several batch axes, which would merge by their lengths."""
+
+    def form(pattern: str, **options: object) -> str:
+        call, out, _ = case_of(pattern, "bfloat16", 64, **{"seq_q": 40, "seq_k": 56, **options}).call()
+        lse = np.zeros(call.problem.lse_shape, np.float32)
+        places = dict(plan.places_of(call.problem, plan.forward_arrays(call, out, lse)))
+        return wgmma.bias_form(call.problem, places)
+
+    forms = {"qk": "blocks", "1k": "row", "q1": "apart", "11": "apart"}
+    assert {pattern: form(pattern) for pattern in PATTERNS} == {x: forms[x[2:]] for x in PATTERNS}
+    assert form("bhqk", seq_k=57) == form("111k", seq_k=57) == ""
+    assert form("bhqk", softcap=3.0) == form("bhq1", scale=-1.0) == ""
+    assert form("bhqk", batch=(2, 3)) == ""
+    assert form("bhqk", batch=()) == "blocks"

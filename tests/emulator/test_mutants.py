@@ -141,7 +141,7 @@ MUTANTS = [
     sown("backward_convert_mma", "dq is not scaled",
          "[&](int) { return p.scale; }", "[&](int) { return 1.f; }"),
     sown("backward_delta", "dlse has the wrong sign",
-         "delta -= static_cast<const Real*>(p.dlse.data)", "delta += static_cast<const Real*>(p.dlse.data)"),
+         "row_statistics(lse, delta - dlse)", "row_statistics(lse, delta + dlse)"),
     sown("backward_delta", "sums of dq do not start at 0",
          "[line * p.dq_width + c] = Real(0)", "[line * p.dq_width + c]"),
     # ---- turns
@@ -352,7 +352,7 @@ MUTANTS += [
            "seen = tiles_of(keys_seen_by_any(p, place, rows).end, Config::kBlockK)", "seen = keys_seen_by_any(p, place, rows).end / Config::kBlockK"),
     hopper("skipped keys are not waited for",
            "k_at.wait_full(shared.keys); if (kGuesses) __syncwarp();", "if (kGuesses) __syncwarp();"),
-    hopper("skipped keys are kept", "release_keys(); k_at.advance(); } };", "k_at.advance(); } };"),
+    hopper("skipped keys are kept", "release_keys(); k_at.advance(); bias", "k_at.advance(); bias"),
     hopper("skipped values are kept",
            "bar_sync(kGroupBarrier + group, kWarpgroupThreads); release_values(); } };", "bar_sync(kGroupBarrier + group, kWarpgroupThreads); v_at.advance(); } };"),
     # ---- barriers of warpgroups

@@ -8,9 +8,11 @@ import pytest
 
 import cuflash
 from tests.cases import Case
-from tests.gpu.device import Device, Kind
+from tests.gpu.device import KINDS, Device, Kind, check
 from tests.tolerance import Expectation
 
+#: those that bring a bias ahead of use; in a dry run another one
+HOPPER = [x for x in KINDS if x.backend == "wgmma" and x.dtype != "float32"] or KINDS[:1]
 PATTERNS = ["".join(axes) for axes in product("b1", "h1", "q1", "k1")]
 
 
@@ -38,6 +40,19 @@ def test_patterns(device: Device, kind: Kind, pattern: str, head_dim: int) -> No
         expectation.check_backward(gradients)
     assert len({b"".join(x.tobytes() for x in gradients) for gradients in results[1:]}) == 1
     device.check_inputs()
+
+
+@pytest.mark.parametrize("kind", HOPPER, ids=str, indirect=True)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 60), "sinks": "h"}], ids=str)
+@pytest.mark.parametrize(
+    ("pattern", "head_dim"), [*product(PATTERNS, (64, 128)), *product(("bhqk", "b11k", "1hq1"), (192, 256))]
+)
+def test_rows_of_whole_pieces(
+    device: Device, kind: Kind, pattern: str, head_dim: int, options: dict[str, object]
+) -> None:
+    """Which Hopper's kernels bring ahead of use, and take the gradients of from shared memory."""
+    sizes = {"heads_q": 4, "heads_k": 2, "seq_q": 300, "seq_k": 392, "head_dim": head_dim}
+    check(device, kind, Case("pieces", kind.dtype, bias=pattern, dlse=True, **sizes, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["plain", "deterministic"])

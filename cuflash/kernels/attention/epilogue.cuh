@@ -83,7 +83,7 @@ __device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::
   const i64 offset = place.offset(view);
   const SumUnit unit = OperandSums::unit(p, place, view, false);
   // Each element is one term, which needs no addition; many modifiers leave no registers to tell.
-  const bool is_whole = Score::kAddsArray && SummedAxes(p, view, false).none();
+  const bool is_whole = kStoresGradients || (Score::kAddsArray && SummedAxes(p, view, false).none());
   const auto add = [&](int i, Real sum) {  // to where element i belongs
     const int q = At::q(f, corner, i), k = At::k(f, corner, i);
     OperandSum* to = element_at<OperandSum>(view, offset, q, k);
@@ -93,8 +93,8 @@ __device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::
     else
       OperandSums::add(to, sum, unit);
   };
-  const bool sums_rows = (Fragment::kTransposed ? view.column : view.row) == 0;
-  const bool sums_columns = (Fragment::kTransposed ? view.row : view.column) == 0;
+  const bool sums_rows = !kStoresGradients && (Fragment::kTransposed ? view.column : view.row) == 0;
+  const bool sums_columns = !kStoresGradients && (Fragment::kTransposed ? view.row : view.column) == 0;
   if (sums_rows) {
     Real total = 0;
 #pragma unroll
@@ -124,6 +124,22 @@ __device__ __forceinline__ void add_operand_gradient(const Real (&ds)[Fragment::
       if (i % 2 == 0) corner = {recomputed(corner.q), recomputed(corner.k)};  // as in scores_of
       add(i, ds[i]);
     }
+  }
+}
+
+// The same of an operand that has one row for all queries, from what each thread has summed of its keys by itself over the walk
+// over a head's queries.
+template <class Fragment>
+__device__ __forceinline__ void add_key_gradients(const Real (&sums)[Fragment::kSlots], const Fragment& f,
+                                                  const View& view, const Params& p, const Place& place, int first) {
+  static_assert(Fragment::kTransposed, "a key for each row");
+  if (!view.data) return;
+#pragma unroll
+  for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+    const Real sum = Fragment::row_sum(sums[slot]);
+    const int k = first + f.row(slot);
+    if (Fragment::leads_lanes_of_row() && k < place.key_count && sum != Real(0))
+      OperandSums::add(element_at<OperandSum>(view, place.offset(view), 0, k), sum, {});
   }
 }
 

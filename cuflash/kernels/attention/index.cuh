@@ -251,6 +251,23 @@ struct Assignment {
   }
 };
 
+// A head and its batch entry, by their number: heads of an entry follow each other, or entries of a head where blocks of a bias are
+// brought that entries share, so that these are read side by side.
+struct HeadOfEntry {
+  int head, batch;
+
+  template <class P> __device__ __forceinline__ HeadOfEntry(const P& p, int number, int heads) {
+    bool entries_first = false;
+    if constexpr (kBringsBias) {
+      entries_first = p.bias.head != 0;
+#pragma unroll
+      for (int axis = 0; axis < kBatchAxes; ++axis) entries_first &= p.bias.batch[axis] == 0;
+    }
+    head = entries_first ? number / p.batch_size : number % heads;
+    batch = entries_first ? number % p.batch_size : number / heads;
+  }
+};
+
 // Tiles that hold some of the positions.
 template <int kTile> __device__ __forceinline__ Range tiles_over(Range positions) {
   return {positions.begin / kTile, tiles_of(positions.end, kTile)};

@@ -57,8 +57,8 @@ template <bool kHasPlanes> struct GradientUnits {
 template <> struct GradientUnits<false> {
   __device__ __forceinline__ void read_units(const Params&, const Place&) {}
 };
-__device__ const __forceinline__ auto& in_units(const Params&, const GradientUnits<true>& units) { return units; }
-__device__ const __forceinline__ auto& in_units(const Params& p, const GradientUnits<false>&) { return p; }
+const __device__ __forceinline__ auto& in_units(const Params&, const GradientUnits<true>& units) { return units; }
+const __device__ __forceinline__ auto& in_units(const Params& p, const GradientUnits<false>&) { return p; }
 
 __device__ __forceinline__ Real score_gradient(Real probability, Real dp, Real delta,
                                                const GradientUnits<true>& units) {

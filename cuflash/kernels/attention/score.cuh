@@ -8,6 +8,11 @@
 #pragma once
 #include "attention/mask.cuh"
 
+// A bias that is the same for all keys of a query moves lse and nothing else, so scores are made without it (kBiasApart).
+template <class P> __device__ __forceinline__ Real bias_apart(const P& p, const Place& place, int q) {
+  return to_real(*element_at<OutElement>(p.bias, place.offset(p.bias), min(q, place.seq_q(p) - 1), 0));
+}
+
 // Positions of a tile's corner.
 struct Corner { int q, k; };
 
@@ -121,15 +126,20 @@ __device__ __forceinline__ bool scores_by_rows(Real (&s)[Fragment::kSize], const
   return true;
 }
 
+// What `Score` adds, where all it does is to add an array: read from memory by `scores_of`, or by a type of schedules that have it
+// at hand, whose add_to(s, f, scale) makes scores of products.
+struct FromMemory { static constexpr bool kIsAtHand = false; };
+
 // In place: products -> scores.  `open` tiles need no tests (attention/mask.cuh, tile_is_open), except those of masks that
 // have to be asked about each element.
 //
 // Operands of elements that do not exist are read at the nearest one that does, and what follows from it is dropped: without a
 // branch around each element, all loads of a tile are under way together.  Positions are recomputed every now and then, else
 // addresses of all elements would be in registers at once.
-template <bool kWithSlope, class Fragment>
+template <bool kWithSlope, class Fragment, class Added>
 __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlopes<Fragment>& slopes, const Fragment& f,
-                                          const Params& p, const Place& place, Corner corner, bool open, Real scale) {
+                                          const Params& p, const Place& place, Corner corner, bool open, Real scale,
+                                          Added& added) {
   typedef Positions<Fragment> At;
   constexpr bool kSloped = kWithSlope && Score::kHasSlope, kKept = kWithSlope && Score::kKeepsScores;
   constexpr bool kCurved = kWithSlope && Score::kHasCurvature;
@@ -162,7 +172,11 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
   u32 masked[(Fragment::kSize + 31) / 32] = {};
   if constexpr (kMarks) for_each_masked([&](int i) { masked[i / 32] |= 1u << i % 32; });
   bool is_done = Score::kIdentity;
-  if constexpr (Score::kAddsArray && Fragment::kSpreads && sizeof(OutElement) == 2 && !kMarks && !kCurved)
+  if constexpr (Added::kIsAtHand) {
+    static_assert(Score::kAddsArray && !kMarks && !kCurved, "nothing else is done to scores");
+    added.add_to(s, f, scale);
+    is_done = true;
+  } else if constexpr (Score::kAddsArray && Fragment::kSpreads && sizeof(OutElement) == 2 && !kMarks && !kCurved)
     is_done = scores_by_rows<OutElement>(s, f, p, place, corner, scale);
   if (!is_done) {
 #pragma unroll
@@ -195,6 +209,12 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
     }
   }
   if constexpr (!kMarks) for_each_masked(hide);
+}
+template <bool kWithSlope, class Fragment>
+__device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlopes<Fragment>& slopes, const Fragment& f,
+                                          const Params& p, const Place& place, Corner corner, bool open, Real scale) {
+  FromMemory added;
+  scores_of<kWithSlope>(s, slopes, f, p, place, corner, open, scale, added);
 }
 template <bool kWithSlope, class Fragment>
 __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlopes<Fragment>& slopes, const Fragment& f,

@@ -191,6 +191,13 @@ struct OnlineSoftmax : KeptMaximum<Fragment::kSlots, kMaximum>,
       if constexpr (kEntropy) this->moment[slot] = Fragment::row_sum(this->moment[slot]);
     }
   }
+  // After `finish`: all scores of a row become larger by a number, which the weights of its keys do not notice.
+  template <class P> __device__ __forceinline__ void move(int slot, Real by, const P& p) {
+    if (l[slot] == Real(0)) return;
+    const bool hides = by == -infinity<Real>();
+    l[slot] = hides ? Real(0) : l[slot] + (by - by);  // NaN from anything else that is not finite
+    m[slot] = hides ? by : m[slot] + by / (p.softmax_scale * kLog2);
+  }
   // After `finish`, for the rows of a place: their sink, if they have one, joins l, which is relative to `base` from here on.
   __device__ __forceinline__ void join_sink(const Params& p, const Place& place) { join_sink(p, place, p); }
   template <class P> __device__ __forceinline__ void join_sink(const Params& p, const Place& place, const P& units) {

@@ -11,8 +11,10 @@
 
 // Exponents of the largest numbers of a batch entry; behind the last one, of all together.
 struct Bounds { u32 dout, v, out, dlse; };
+// Of a row that sees no key.
+__device__ __forceinline__ Real lse_of_nothing() { return -infinity<Real>(); }
 // Whether a row adds nothing to any gradient, whatever its dout is.
-__device__ __forceinline__ bool sees_nothing(Real lse) { return lse == -infinity<Real>(); }
+__device__ __forceinline__ bool sees_nothing(Real lse) { return lse == lse_of_nothing(); }
 
 // Which axes of the scores an element of a gradient is a sum over.
 struct SummedAxes {
@@ -63,6 +65,15 @@ template <> struct GradientSums<0> {
   // The only term of a sum.
   static __device__ __forceinline__ void set(Sum* sum, Real x, Unit) { *sum = x; }
 };
-typedef GradientSums<kSumDigits> OperandSums;
+// Elements of single terms (kStoresGradients, generated), in the type of the result.
+struct GradientElements : GradientSums<0> {
+  typedef OutElement Sum;
+
+  static __device__ __forceinline__ void set(Sum* to, Real x, Unit) { *to = Rounded<OutElement>::of(x); }
+  static __device__ __forceinline__ void add(Sum* to, Real x, Unit unit) { set(to, x, unit); }
+};
+template <bool kStores> struct GradientsOf { typedef GradientSums<kSumDigits> Sums; };
+template <> struct GradientsOf<true> { typedef GradientElements Sums; };
+typedef GradientsOf<kStoresGradients>::Sums OperandSums;
 typedef OperandSums::Sum OperandSum;
 typedef OperandSums::Unit SumUnit;

@@ -16,8 +16,9 @@ struct Work {
     const Assignment assigned(p, index, Place::key_tiles<Config::kBlockK>(p), p.batch_size * p.heads_k);
     const int first_key = place.enter_keys<Config::kBlockK>(p, assigned.tile) * Config::kBlockK;
     keys = {first_key, min(place.seq_k(p), first_key + Config::kBlockK)};
-    batch = assigned.head / p.heads_k;
-    place.head_k = assigned.head % p.heads_k;
+    const HeadOfEntry of(p, assigned.head, p.heads_k);
+    batch = of.batch;
+    place.head_k = of.head;
     place.head = place.head_k * p.group;
     place.set_batch(p, batch);
     place.key_count = Visibility::key_count(p, place);

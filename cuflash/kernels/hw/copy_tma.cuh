@@ -40,12 +40,21 @@ __device__ __forceinline__ PanelTile<kRows, kColumns, 2>& in_pairs(PanelTile<kRo
   return tile;
 }
 
-// Loads a whole tile, whose bytes were announced on `barrier`; `at` is its corner in the array.
+// One row, not swizzled.
+template <int kColumns> struct RowTile {
+  static constexpr u32 kBytes = kColumns * 2;
+  alignas(128) u16 data[kColumns];
+
+  __device__ __forceinline__ u32 address() const { return shared_address(data); }
+};
+
+// Loads a whole tile, or its first panels, whose bytes were announced on `barrier`; `at` is its corner in the array.
 template <class Tile>
 __device__ __forceinline__ void copy_panels(Tile& to, const TensorMap& map, u32 barrier, BoxCorner at,
-                                            CachePolicy policy) {
+                                            CachePolicy policy, int panels = Tile::kPanels) {
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    if (panel >= panels) break;
     cp_async_bulk_tensor_load(to.address() + panel * Tile::kPanelBytes, &map, barrier, at, policy);
     at.column += Tile::kWidth;
   }
@@ -56,6 +65,34 @@ __device__ __forceinline__ void load_panels(Tile& to, const TensorMap& map, u32 
                                             CachePolicy policy) {
   mbarrier_arrive_expect_tx(barrier, Tile::kBytes);
   copy_panels(to, map, barrier, at, policy);
+}
+// The same where the array may have no more than `columns` of its columns, 1 at least: panels behind these are left alone.
+template <class Tile>
+__device__ __forceinline__ void load_inside(Tile& to, const TensorMap& map, u32 barrier, BoxCorner at, int columns,
+                                            CachePolicy policy) {
+  const int panels = min(Tile::kPanels, (columns + Tile::kWidth - 1) / Tile::kWidth);
+  mbarrier_arrive_expect_tx(barrier, panels * Tile::kPanelBytes);
+  copy_panels(to, map, barrier, at, policy, panels);
+}
+template <int kColumns>
+__device__ __forceinline__ void load_inside(RowTile<kColumns>& to, const TensorMap& map, u32 barrier, BoxCorner at, int,
+                                            CachePolicy policy) {
+  mbarrier_arrive_expect_tx(barrier, to.kBytes);
+  cp_async_bulk_tensor_load(to.address(), &map, barrier, at, policy);
+}
+// Stores a whole tile, or adds its float32 numbers to those in memory, of the panels those that begin inside the array's
+// `columns`; the caller commits.
+template <bool kAdds, class Tile>
+__device__ __forceinline__ void store_inside(Tile& from, const TensorMap& map, BoxCorner at, int columns) {
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    if (panel * Tile::kWidth >= columns) break;
+    if constexpr (kAdds)
+      cp_reduce_async_bulk_tensor_add(&map, from.address() + panel * Tile::kPanelBytes, at);
+    else
+      cp_async_bulk_tensor_store(&map, from.address() + panel * Tile::kPanelBytes, at);
+    at.column += Tile::kWidth;
+  }
 }
 // Stores as many rows of a tile as a box of the map has, from `row` on; the caller commits.
 template <class Tile>

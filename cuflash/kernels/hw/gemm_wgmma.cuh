@@ -130,6 +130,61 @@ __device__ __forceinline__ void store_operand(Tile& to, int row, const RegisterO
                 x.step[i][3]);
 }
 
+// The same of an operand whose rows are the tile's columns, from `column` on.
+template <int kSteps, class Tile>
+__device__ __forceinline__ void store_operand_columns(Tile& to, int column, const RegisterOperand<kSteps>& x) {
+  const int lane = threadIdx.x % 32;
+  const u32 own = to.chunk(lane / 16 * 8 + lane % 8, column + lane / 8 % 2 * 8);
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+    stmatrix_x4_trans(own + 16 * i * kPanelRowBytes, x.step[i][0], x.step[i][1], x.step[i][2], x.step[i][3]);
+}
+
+// A transposed accumulator as it is, its rows into columns of a tile of float32.  A thread's second row lies two chunks behind its
+// first, and its second column a row of the tile further, where swizzling swaps neighbouring chunks.
+template <class Fragment, class Tile>
+__device__ __forceinline__ void store_columns(Tile& to, const float (&x)[Fragment::kSize], const Fragment& f) {
+  const u32 own = Tile::offset(f.first_column, f.first_row) + f.first_row % 4 * sizeof(float);
+#pragma unroll
+  for (int i = 0; i < Fragment::kSize; ++i) {
+    const u32 slot = Fragment::slot(i), odd = i % 2;
+    const u32 place = (own ^ (slot << 5 | odd << 4)) + odd * kPanelRowBytes + i / 4 * 8 * kPanelRowBytes;
+    *reinterpret_cast<float*>(to.data + place) = x[i];
+  }
+}
+
+// ---- tiles into the order of accumulators -------------------------------------------------------------------------------------
+// What a tile of 16-bit elements has at this warp's rows, from `row` on: `take(i, pair)` is given elements i and i + 1.  Where
+// accumulators are transposed, their rows are columns of the tile.
+template <class Fragment, class Tile, class Take>
+__device__ __forceinline__ void for_each_pair(const Tile& from, int row, Take take) {
+  const int lane = threadIdx.x % 32;
+  const u32 own = Fragment::kTransposed ? from.chunk(lane / 16 * 8 + lane % 8, row + lane / 8 % 2 * 8)
+                                        : from.chunk(row + lane % 16, lane / 16 * 8);
+#pragma unroll
+  for (int j = 0; j < Fragment::kSize; j += 8) {
+    u32 words[4];
+    const u32 panel = 2 * j / Tile::kWidth * Tile::kPanelBytes, within = 2 * j % Tile::kWidth * 2;
+    if constexpr (Fragment::kTransposed)
+      ldmatrix_x4_trans(words, own + 2 * j * kPanelRowBytes);
+    else
+      ldmatrix_x4(words, (own ^ within) + panel);
+#pragma unroll
+    for (int word = 0; word < 4; ++word) take(j + 2 * word, words[word]);
+  }
+}
+template <class Fragment, int kColumns, class Take>
+__device__ __forceinline__ void for_each_pair(const RowTile<kColumns>& from, int, Take take) {
+  static_assert(!Fragment::kTransposed, "a number for each column");
+  const u16* const own = from.data + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < Fragment::kSize; j += 4) {
+    const u32 pair = *reinterpret_cast<const u32*>(own + 2 * j);
+    take(j, pair);
+    take(j + 2, pair);
+  }
+}
+
 // ---- warpgroups taking turns at issuing products, by named barriers kFirst .. kFirst + kGroups - 1 -----------------------------
 template <int kFirst, int kGroups> struct Turns {
   int group;

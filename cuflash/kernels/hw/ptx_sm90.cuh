@@ -67,6 +67,13 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const TensorMap* map,
                "r"(from), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)
                : "memory");
 }
+// Adds to what is there.
+__device__ __forceinline__ void cp_reduce_async_bulk_tensor_add(const TensorMap* map, u32 from, BoxCorner at) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(from), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)
+      : "memory");
+}
 // A contiguous piece, both addresses and the size multiples of 16 bytes.
 __device__ __forceinline__ void cp_async_bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -110,6 +117,11 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait_group() {
 // ---- stmatrix: 8 x 8 blocks of 16-bit elements; lanes 8i .. 8i+7 address the rows of block i --------------------------------
 __device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+__device__ __forceinline__ void stmatrix_x4_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)
                : "memory");
 }

@@ -10,7 +10,7 @@
 namespace emu {
 namespace {
 struct BulkCopy {
-  enum Kind { TensorLoad, LinearLoad, TensorStore, ReduceAddF32 } kind;
+  enum Kind { TensorLoad, LinearLoad, TensorStore, TensorAddF32, ReduceAddF32 } kind;
   EncodedMap map{};
   int corner[kMaxRank] = {};
   u32 shared = 0, bytes = 0, barrier = 0, split = 0;
@@ -21,7 +21,7 @@ struct BulkCopy {
   std::vector<unsigned char> staging;
 
   bool load() const { return kind == TensorLoad || kind == LinearLoad; }
-  bool tensor() const { return kind == TensorLoad || kind == TensorStore; }
+  bool tensor() const { return kind == TensorLoad || kind == TensorStore || kind == TensorAddF32; }
   Work work() const { return load() ? Loads : Stores; }
   Range range() const { return {shared, shared + bytes}; }
   u32 rows() const { return tensor() ? box_rows(map) : bytes / kChunk; }
@@ -54,7 +54,7 @@ bool step_store(BulkCopy& c) {
   if (c.step++ == 0) {
     for (u32 a = c.shared; a < c.shared + c.bytes; a += kChunk)
       if (!async_sees(a, "bulk store")) memset(shared_pointer(a, kChunk, kChunk, "bulk store"), kPoison, kChunk);
-    if (c.kind == BulkCopy::TensorStore)
+    if (c.tensor())
       c.staging = box_from_shared(c.map, c.shared);
     else {
       const unsigned char* p = shared_pointer(c.shared, c.bytes, kChunk, "bulk reduce");
@@ -62,8 +62,8 @@ bool step_store(BulkCopy& c) {
     }
     return false;
   }
-  if (c.kind == BulkCopy::TensorStore)
-    box_to_global(c.map, c.corner, c.staging);
+  if (c.tensor())
+    box_to_global(c.map, c.corner, c.staging, c.kind == BulkCopy::TensorAddF32);
   else
     for (u32 i = 0; i < c.bytes / 4; ++i)
       reinterpret_cast<float*>(c.global)[i] += reinterpret_cast<const float*>(c.staging.data())[i];
@@ -164,6 +164,11 @@ void tensor_load(u32 shared, u64 map, const int* corner, int rank, u32 barrier) 
 }
 void tensor_store(u64 map, const int* corner, int rank, u32 shared) {
   issue_store(tensor_copy(BulkCopy::TensorStore, map, corner, rank, shared, 0));
+}
+void tensor_add_f32(u64 map, const int* corner, int rank, u32 shared) {
+  const BulkCopy c = tensor_copy(BulkCopy::TensorAddF32, map, corner, rank, shared, 0);
+  if (c.map.element_bytes != 4) fail("a tensor reduction of float32 on a map of %d bytes", c.map.element_bytes);
+  issue_store(c);
 }
 void check_tensor_map(u64 map) { decode_map(reinterpret_cast<const void*>(map)); }
 void linear_load(u32 shared, u64 global, u32 bytes, u32 barrier) {

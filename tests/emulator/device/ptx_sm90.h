@@ -11,6 +11,7 @@ bool mbarrier_try_wait(u32 address, u32 parity);
 // bulk_copy.cpp
 void tensor_load(u32 shared, u64 map, const int* corner, int rank, u32 barrier);
 void tensor_store(u64 map, const int* corner, int rank, u32 shared);
+void tensor_add_f32(u64 map, const int* corner, int rank, u32 shared);
 void check_tensor_map(u64 map);
 void linear_load(u32 shared, u64 global, u32 bytes, u32 barrier);
 void linear_reduce_add_f32(u64 global, u32 shared, u32 bytes);
@@ -110,6 +111,11 @@ inline void check_cache_policy(u64 policy) {
   template <class T>                                                                                         \
   inline void cp_async_bulk_tensor_##rank##d_global_shared_bulk_group(u64 map, List<T, rank> at, u32 src) {  \
     store_box(map, at, src);                                                                                 \
+  }                                                                                                          \
+  template <class T>                                                                                         \
+  inline void cp_reduce_async_bulk_tensor_##rank##d_global_shared_add_tile_bulk_group(                       \
+      u64 map, List<T, rank> at, u32 src) {                                                                  \
+    tensor_add_f32(map, Corner<T, rank>(at).at, rank, src);                                                  \
   }
 EMU_TENSOR_COPIES(1)
 EMU_TENSOR_COPIES(2)

@@ -61,10 +61,14 @@ std::vector<unsigned char> box_from_shared(const EncodedMap& m, u32 shared) {
       memcpy(&box[row * row_bytes + b], box_chunk(m, shared, row, b, "TMA store"), kChunk);
   return box;
 }
-void box_to_global(const EncodedMap& m, const int* corner, const std::vector<unsigned char>& box) {
+void box_to_global(const EncodedMap& m, const int* corner, const std::vector<unsigned char>& box, bool adds) {
   const u32 row_bytes = box_row_bytes(m), e = m.element_bytes;
   for_each_box_row(m, corner, 0, box_rows(m), [&](u32 row, unsigned char* global, u32 begin, u32 end) {
-    if (global) memcpy(global + begin * e, &box[row * row_bytes + begin * e], (end - begin) * e);
+    if (!global) return;
+    const unsigned char* from = &box[row * row_bytes];
+    if (!adds) memcpy(global + begin * e, from + begin * e, (end - begin) * e);
+    for (u32 i = begin; adds && i < end; ++i)
+      reinterpret_cast<float*>(global)[i] += reinterpret_cast<const float*>(from)[i];
   });
 }
 }  // namespace emu

@@ -24,5 +24,5 @@ inline u32 box_bytes(const EncodedMap& m) { return box_rows(m) * box_row_bytes(m
 // Rows of the box between global and shared memory.  Elements outside the tensor read as zero and are not written.
 void box_to_shared(const EncodedMap& m, const int* corner, u32 shared, u32 first_row, u32 last_row);
 std::vector<unsigned char> box_from_shared(const EncodedMap& m, u32 shared);
-void box_to_global(const EncodedMap& m, const int* corner, const std::vector<unsigned char>& box);
+void box_to_global(const EncodedMap& m, const int* corner, const std::vector<unsigned char>& box, bool adds = false);
 }  // namespace emu

@@ -1,0 +1,198 @@
+// A bias on its way into the scores of Hopper's schedules, ahead of use.
+//
+// cuflash/schedules/wgmma.py chooses the form by where the bias lies: blocks of queries x keys, or of one row where it is the same
+// for all queries, are brought into shared memory by the thread that loads (kBiasRows, kBiasStages); a row whose keys stay with
+// a warp is held in registers (kHoldsBias).  In all other cases attention/score.cuh reads memory.
+#pragma once
+#include "attention/score.cuh"
+#include "hw/gemm_wgmma.cuh"
+
+template <bool kIsRow> struct BiasBlock { typedef RowTile<Config::kBlockK> Tile; };
+template <> struct BiasBlock<false> { typedef PanelTile<Config::kBiasRows, Config::kBlockK> Tile; };
+
+// In shared memory; nothing at all where no bias is brought.
+// Its gradient leaves a block at a time: where elements are single terms, in the place of the bias (kReturnsBias), else as
+// float32 that is added to sums (kSumsBias).
+template <bool kSums> struct BiasSums {};
+template <> struct BiasSums<true> { PanelTile<Config::kBlockQ, Config::kBlockK, sizeof(float)> bias_sums; };
+template <int kStages> struct BiasTilesOf : BiasSums<Config::kSumsBias> {
+  BiasBlock<Config::kBiasRows <= 1>::Tile bias[kStages];
+};
+template <> struct BiasTilesOf<0> {};
+template <int kStages> struct BiasChannelsOf {
+  Channel<kStages> biases;
+  Channel<Config::kSumsBias ? 1 : kStages> gradients_of_bias;
+
+  // By one thread, before a barrier of the block; each of the warps gives back a slot, or makes its part of a gradient.
+  __device__ __forceinline__ void init_bias(int warps) {
+    biases.init(Config::kReturnsBias ? 1 : warps);
+    gradients_of_bias.init(1, warps);
+  }
+};
+template <> struct BiasChannelsOf<0> {
+  __device__ __forceinline__ void init_bias(int) {}
+};
+typedef BiasTilesOf<Config::kBiasStages> BiasTiles;
+typedef BiasChannelsOf<Config::kBiasStages> BiasChannels;
+
+// A block in the map of a bias or its gradient, where axes along which it is broadcast have one element.
+template <class P>
+__device__ __forceinline__ BoxCorner bias_corner(const P& p, const View& view, int batch, int head, int q, int k) {
+  bool is_of_entry = false;
+#pragma unroll
+  for (int axis = 0; axis < kBatchAxes; ++axis) is_of_entry |= view.batch[axis] != 0;
+  return {k, view.row ? q : 0, view.head ? head : 0, is_of_entry ? batch : 0};
+}
+
+// The thread that loads, or all of a warp that keep its cursor, of which one `leads`.
+template <int kStages> struct BiasWriter {
+  Cursor<kStages> at;
+
+  // A block, from (q, k) on.
+  template <class P>
+  __device__ __forceinline__ void load(const P& p, BiasTilesOf<kStages>& to, BiasChannelsOf<kStages>& channels,
+                                       int batch, int head, int q, int k, bool leads) {
+    at.wait_empty(channels.biases);
+    if (leads) {
+      const View& view = WithArray<P>::added(p);
+      load_inside(to.bias[at.slot], p.bias_map, at.full(channels.biases), bias_corner(p, view, batch, head, q, k),
+                  p.seq_k - k, view.head ? CachePolicy::kEvictFirst : CachePolicy::kEvictNormal);
+    }
+    at.advance();
+  }
+};
+template <> struct BiasWriter<0> {
+  template <class P> __device__ __forceinline__ void load(const P&, BiasTiles&, BiasChannels&, int, int, int, int,
+                                                          bool) {}
+};
+
+// A block of gradients of which all panels are the same.
+template <class Panel, class P>
+__device__ __forceinline__ void store_bias_panels(const P& p, Panel& panel, int batch, int head, int q, int first_k) {
+#pragma unroll
+  for (int k = first_k; k < first_k + Config::kBlockK; k += Panel::kWidth)
+    if (k < p.seq_k)
+      cp_async_bulk_tensor_store(&p.dbias_map, panel.address(), bias_corner(p, p.dbias, batch, head, q, k));
+}
+
+// One thread: takes blocks of gradients that all warps have made to memory, and hands their places back.
+template <int kStages> struct BiasReturner {
+  Cursor<Config::kSumsBias ? 1 : kStages> at;
+
+  template <class P>
+  __device__ __forceinline__ void store(const P& p, BiasTilesOf<kStages>& from, BiasChannelsOf<kStages>& channels,
+                                        int batch, int head, int q, int k) {
+    at.wait_full(channels.gradients_of_bias);
+    const BoxCorner corner = bias_corner(p, p.dbias, batch, head, q, k);
+    if constexpr (Config::kSumsBias)
+      store_inside<true>(from.bias_sums, p.dbias_map, corner, p.seq_k - k);
+    else
+      store_inside<false>(from.bias[at.slot], p.dbias_map, corner, p.seq_k - k);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_read<0>();
+    if constexpr (Config::kSumsBias)
+      at.release(channels.gradients_of_bias);
+    else
+      at.release(channels.biases);
+    at.advance();
+  }
+};
+template <> struct BiasReturner<0> {
+  template <class P> __device__ __forceinline__ void store(const P&, BiasTiles&, BiasChannels&, int, int, int, int) {}
+};
+
+// A warp that uses it, and makes its gradient: what `scores_of` takes as the array that is added, and what only some forms do.
+struct BiasUser {
+  // Of a block that nobody looks at.
+  __device__ __forceinline__ void skip() {}
+  // Of the keys from `first` on, for the queries of a head.
+  template <class Fragment> __device__ __forceinline__ void enter(const Params&, const Place&, int, const Fragment&) {}
+  // The gradients of the scores of a block, once as they are and once as an operand whose rows are keys.
+  template <class Fragment>
+  __device__ __forceinline__ void hand_over(const Real (&)[Fragment::kSize], const Fragment&) {}
+  template <int kSteps, class Fragment>
+  __device__ __forceinline__ void hand_over(const RegisterOperand<kSteps>&, const Fragment&) {}
+  // Where blocks go round with others, in two slots: registers need to hold but one place.
+  __device__ __forceinline__ void stand_at(const Cursor<2>&) {}
+
+  // The warp's first row, of scores.
+  template <class Fragment> static __device__ __forceinline__ int warp_row(const Fragment& f) {
+    return f.first_row / 16 * 16;
+  }
+};
+template <int kStages, bool kHolds> struct BiasReader : BiasUser {  // brought
+  static constexpr bool kIsAtHand = true;
+  BiasTilesOf<kStages>& tiles;
+  BiasChannelsOf<kStages>& channels;
+  Cursor<kStages> at;
+  Cursor<1> sums_at;
+
+  __device__ __forceinline__ BiasReader(BiasTilesOf<kStages>& t, BiasChannelsOf<kStages>& c) : tiles(t), channels(c) {}
+  __device__ __forceinline__ void stand_at(const Cursor<2>& place) {
+    at = place;
+    sums_at.phase = place.slot;
+  }
+  __device__ __forceinline__ void release() {
+    release_by_warp(channels.biases, at.slot);
+    at.advance();
+  }
+  __device__ __forceinline__ void skip() {
+    at.wait_full(channels.biases);
+    release();
+  }
+  // In place: products -> scores.  The block is handed back, unless its gradient shall take its place.
+  template <class Fragment>
+  __device__ __forceinline__ void add_to(Real (&s)[Fragment::kSize], const Fragment& f, Real scale) {
+    at.wait_full(channels.biases);
+    for_each_pair<Fragment>(tiles.bias[at.slot], warp_row(f), [&](int i, u32 pair) {
+      s[i] = s[i] * scale + to_real(OutElement{u16(pair)});
+      s[i + 1] = s[i + 1] * scale + to_real(OutElement{u16(pair >> 16)});
+    });
+    if constexpr (!Config::kReturnsBias) release();
+  }
+  template <class Fragment>
+  __device__ __forceinline__ void hand_over(const Real (&gradients)[Fragment::kSize], const Fragment& f) {
+    if constexpr (Config::kSumsBias) {
+      sums_at.wait_empty(channels.gradients_of_bias);
+      store_columns(tiles.bias_sums, gradients, f);
+      fence_proxy_async();
+      arrive_by_warp(sums_at.full(channels.gradients_of_bias));
+      sums_at.advance();
+    }
+  }
+  template <int kSteps, class Fragment>
+  __device__ __forceinline__ void hand_over(const RegisterOperand<kSteps>& gradients, const Fragment& f) {
+    if constexpr (Config::kReturnsBias) {
+      store_operand_columns(tiles.bias[at.slot], warp_row(f), gradients);
+      fence_proxy_async();
+      arrive_by_warp(at.full(channels.gradients_of_bias));
+      at.advance();
+    }
+  }
+};
+template <> struct BiasReader<0, true> : BiasUser {  // held
+  static constexpr bool kIsAtHand = true;
+  Real of_slot[2];
+
+  __device__ __forceinline__ BiasReader(BiasTiles&, BiasChannels&) {}
+  template <class Fragment>
+  __device__ __forceinline__ void enter(const Params& p, const Place& place, int first, const Fragment& f) {
+    const View& view = WithArray<Fragment>::added(p);
+    const i64 offset = place.offset(view);
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+      const int k = min(first + f.row(slot), place.seq_k(p) - 1);
+      of_slot[slot] = to_real(*element_at<OutElement>(view, offset, 0, k));
+    }
+  }
+  template <class Fragment>
+  __device__ __forceinline__ void add_to(Real (&s)[Fragment::kSize], const Fragment&, Real scale) const {
+    static_assert(Fragment::kTransposed, "a number for each row");
+#pragma unroll
+    for (int i = 0; i < Fragment::kSize; ++i) s[i] = s[i] * scale + of_slot[Fragment::slot(i)];
+  }
+};
+template <> struct BiasReader<0, false> : BiasUser, FromMemory {
+  __device__ __forceinline__ BiasReader(BiasTiles&, BiasChannels&) {}
+};
+typedef BiasReader<Config::kBiasStages, Config::kHoldsBias> AddedBias;
