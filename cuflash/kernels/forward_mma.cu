@@ -36,6 +36,8 @@ static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/mma.py d
 
 typedef MmaFragment<kWarpRows / 16, Config::kBlockK / 8> ScoreFragment;
 typedef MmaFragment<kWarpRows / 16, Config::kChunk / 8> OutFragment;
+// No registers are left for the bounds of rows; packed sequences have bounds of their own.
+constexpr bool kIsFull = !kPacked && ScoreFragment::kSize + OutFragment::kSize >= 192;
 
 // What a block works on.  Longest first: the last queries see the most keys under a causal mask.
 struct Work {
@@ -144,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       hidden = next_visible_block<Config::kBlockK>(p, place, queries, block + 1, end) - (block + 1);
     }
     more = block + 1 + hidden < tiles_of(recomputed(seen.end), Config::kBlockK);
-    const Corner corner{queries.begin, block * Config::kBlockK};
+    const Corner corner{kIsFull ? recomputed(queries.begin) : queries.begin, block * Config::kBlockK};
     const Range keys{corner.k, corner.k + Config::kBlockK};
     if constexpr (Config::kStages == 2) {
       cp_async_wait_group<0>();
@@ -164,9 +166,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     float s[ScoreFragment::kSize];
     clear(s);
     if constexpr (Config::kQInRegisters) {
-      gemm_operand_rows<kScoreDepth, ScoreFragment, Element>(s, q_operand, k_pairs, 0);
+      gemm_operand_rows<kScoreDepth, ScoreFragment, Element, true>(s, q_operand, k_pairs, 0);
     } else {
-      gemm_rows_rows<kScoreDepth, ScoreFragment, Element, 2>(s, q_pairs, warp_row, k_pairs, 0);
+      gemm_rows_rows<kScoreDepth, ScoreFragment, Element, 2, true>(s, q_pairs, warp_row, k_pairs, 0);
     }
     if constexpr (Config::kStages == 1) {
       __syncthreads();  // keys are no longer read
@@ -191,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
       if constexpr (kIsNarrow)
         gemm_registers_steps<ScoreFragment, OutFragment, Element>(o, s, values);
       else
-        gemm_registers_columns<ScoreFragment, OutFragment, Element>(o, s, values, 0);
+        gemm_registers_columns<ScoreFragment, OutFragment, Element, true>(o, s, values, 0);
     }(shared.v[stage]);
     if constexpr (Config::kStages == 1) {
       __syncthreads();  // values are no longer read

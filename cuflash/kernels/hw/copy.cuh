@@ -15,6 +15,7 @@ template <int kRows, int kColumns, class Element> struct SharedTile {
 
 // The same tile in columns of 16 bits: pairs of smaller elements.
 template <class Tile> struct Pairs {
+  static constexpr int kPitch = Tile::kPitch / 2;
   Tile& tile;
   __device__ __forceinline__ void* at(int row, int column) const { return tile.at(row, 2 * column); }
 };
@@ -56,17 +57,17 @@ __device__ __forceinline__ void copy_tile(SharedTile<kRows, kColumns, Element>& 
     constexpr int kLanes = power_of_two_from(kColumns / kChunk);
     constexpr int kStep = kThreads / kLanes;
     static_assert(kThreads % kLanes == 0, "a row has more chunks than the block has threads");
-    const int thread = recomputed(threadIdx.x);
-    const int column = thread % kLanes * kChunk;
+    const u32 thread = u32(recomputed(int(threadIdx.x)));  // whose column is known to lie in the row
+    const int lane_row = int(thread / kLanes), column = int(thread % kLanes) * kChunk;
     const int present = min(max(columns - column, 0), kChunk);
     if (kLanes * kChunk != kColumns && column >= kColumns) return;
-    int at = first + thread / kLanes;
+    int at = first + lane_row;
     const Element* source = from.data + at * from.row + column;
-    Element* target = to.at(thread / kLanes, column);
+    Element* target = to.at(lane_row, column);
     if (first >= valid.begin && first + kRows <= valid.end) {
 #pragma unroll
       for (int row = 0; row < kRows; row += kStep) {
-        if (kRows % kStep != 0 && row + thread / kLanes >= kRows) break;
+        if (kRows % kStep != 0 && row + lane_row >= kRows) break;
         copy_chunk(target + row * to.kPitch, source, present);
         source += kStep * from.row;
       }
@@ -74,7 +75,7 @@ __device__ __forceinline__ void copy_tile(SharedTile<kRows, kColumns, Element>& 
     }
 #pragma unroll
     for (int row = 0; row < kRows; row += kStep) {
-      if (kRows % kStep != 0 && row + thread / kLanes >= kRows) break;
+      if (kRows % kStep != 0 && row + lane_row >= kRows) break;
       copy_chunk(target + row * to.kPitch, source, at >= valid.begin && at < valid.end ? present : 0);
       at += kStep;
       source += kStep * from.row;

@@ -149,10 +149,10 @@ __device__ __forceinline__ void gemm_rows_rows(float (&c)[Fragment::kSize], Tile
   }
 }
 // The same with A in registers.
-template <int kDepth, class Fragment, class Element, class TileB>
+template <int kDepth, class Fragment, class Element, bool kOneAddress = false, class TileB>
 __device__ __forceinline__ void gemm_operand_rows(float (&c)[Fragment::kSize], const OperandA<kDepth, Fragment>& a,
                                                   TileB& b_tile, int b_row) {
-  const TileOperand<Along::kRows, false, TileB> from_b(b_tile, b_row);
+  const Operand<kOneAddress, Along::kRows, false, TileB> from_b(b_tile, b_row);
 #pragma unroll
   for (int k = 0; k < kDepth; k += 16) multiply_step<Fragment, Element>(c, a.step[k / 16], from_b, k);
 }
