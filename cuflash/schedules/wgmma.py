@@ -311,15 +311,17 @@ def weight(problem: Problem, bias: str = "") -> int:
     return sum(weights) + (BROUGHT if bias else 0) + (SCORED if problem.scale <= 0 else 0)
 
 
-def mean_keys(problem: Problem) -> int:
-    """Keys that the middle query sees, as far as intervals tell that are the same for every batch entry."""
-    middle = np.array(problem.seq_q // 2)
-    begin, end = np.array(0), np.array(problem.seq_k)
+def most_keys(problem: Problem) -> int:
+    """Keys that one query sees, as far as intervals tell that are the same for every batch entry: of the first, the middle and
+    the last one the most.
+    """
+    some = np.array([0, problem.seq_q // 2, max(problem.seq_q - 1, 0)])
+    begin, end = np.zeros_like(some), np.full_like(some, problem.seq_k)
     tile = Tile(problem, {}, slice(0, problem.seq_q), slice(0, problem.seq_k))
     for modifier in problem.modifiers:
         if modifier.kind == "range" and not modifier.operand_attributes():
-            begin, end = modifier.narrow(begin, end, middle, tile)
-    return int(max(end - begin, 0))
+            begin, end = modifier.narrow(begin, end, some, tile)
+    return int(np.max(end - begin, initial=0))
 
 
 def bias_form(problem: Problem, at: Mapping[str, Placed]) -> str:
@@ -366,7 +368,7 @@ def fitting_forwards(problem: Problem, shared_limit: int, bias: str = "") -> Ite
     wide_out = tiles(head_dim_v, PANEL_COLUMNS) > tiles(head_dim, PANEL_COLUMNS)  # more than the queries' place holds
     # Packed sequences are all taken for short ones, whatever they are (`Problem.longest_q`): long ones lose less by the tiles of
     # short ones than these by theirs.
-    keys, modifiers = 0 if problem.is_packed else mean_keys(problem), weight(problem, bias)
+    keys, modifiers = 0 if problem.is_packed else most_keys(problem), weight(problem, bias)
     looks = any(m.knows_tiles() for m in problem.modifiers)
     has_planes = problem.dtype == "float32"  # schedules/split_wgmma.py
     tables: Mapping[str, tuple[tuning.ForwardWgmmaTile, ...]]
