@@ -152,6 +152,12 @@ class BackwardSplitWgmma:
     consumer_registers: int = 240
     deterministic: bool = False  # blocks take no turns here
     sum_digits: int = 0
+    # no bias comes ahead of use (wgmma_bias.cuh)
+    bias_rows: int = 0
+    bias_stages: int = 0
+    holds_bias: bool = False
+    returns_bias: bool = False
+    sums_bias: bool = False
 
     @property
     def statistics_rows(self) -> int:

@@ -16,6 +16,7 @@ import pytest
 from cuflash import plan, problem, source
 from cuflash.backends import select
 from cuflash.problem import Call
+from cuflash.schedules.split_wgmma import MAX_SPLIT
 from cuflash.variant import Variant
 from tests.cases import OPTIONS, STRIDES, Case
 from tests.emulator import Mutant, examine, kernels, test_split_backward
@@ -32,6 +33,7 @@ from tests.emulator.test_split_backward import (
 from tests.emulator.test_wgmma import edges, hopper
 from tests.tolerance import Expectation
 
+pytestmark = pytest.mark.skipif(not MAX_SPLIT, reason="left to mma: schedules/split_wgmma.py")
 MANY_SEEDS = range(12)
 
 
