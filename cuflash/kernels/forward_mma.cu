@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
 
   const auto load_k = [&](const Element* keys, int block, int stage) {
     const Matrix<const Element> k{keys, p.k.row, p.k.column};
-    copy_tile<Config::kThreads, Config::kAligned>(shared.k[stage], k, block * Config::kBlockK, seen, head_dim);
+    copy_tile<Config::kThreads, Config::kAligned, true>(shared.k[stage], k, block * Config::kBlockK, seen, head_dim);
     cp_async_commit_group();
   };
   const auto load_v = [&](const Element* values, int block, int stage) {
@@ -96,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
                                                         values + i64(block) * (Config::kBlockK * Config::kHeadDimV));
       } else {
         const Matrix<const Element> v{values, p.v.row, p.v.column};
-        copy_tile<Config::kThreads, Config::kAligned>(to, v, block * Config::kBlockK, seen,
-                                                      columns.end - columns.begin);
+        copy_tile<Config::kThreads, Config::kAligned, true>(to, v, block * Config::kBlockK, seen,
+                                                            columns.end - columns.begin);
       }
     };
     copy(shared.v[stage]);
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
     const auto q = matrix<const Element>(p.q, place.offset(p.q));
     const Element* keys = matrix<const Element>(p.k, place.key_offset(p.k)).data;
     const Element* values = values_of(p, work);
-    copy_tile<Config::kThreads, Config::kAligned>(shared.q, q, queries.begin, queries, head_dim);
+    copy_tile<Config::kThreads, Config::kAligned, true>(shared.q, q, queries.begin, queries, head_dim);
     load_k(keys, first, 0);
     load_v(values, first, 0);
     if (threadIdx.x == 0) {

@@ -47,8 +47,10 @@ template <class Element> __device__ __forceinline__ void copy_chunk(Element* to,
 #endif
 }
 
-// Rows [first, first + kRows) of `from`; those outside `valid` and the columns from `columns` on read as zero.
-template <int kThreads, bool kAligned, int kRows, int kColumns, class Element, class Source, class Rows>
+// Rows [first, first + kRows) of `from`; those outside `valid` and the columns from `columns` on read as zero.  Where the compiler
+// `kKnows` that a thread's number is not negative, it knows that its column lies in the row, and sizes are constants.
+template <int kThreads, bool kAligned, bool kKnows = false, int kRows, int kColumns, class Element, class Source,
+          class Rows>
 __device__ __forceinline__ void copy_tile(SharedTile<kRows, kColumns, Element>& to, const Source& from, int first,
                                           Rows valid, int columns) {
   constexpr int kChunk = 16 / sizeof(Element);
@@ -57,8 +59,9 @@ __device__ __forceinline__ void copy_tile(SharedTile<kRows, kColumns, Element>& 
     constexpr int kLanes = power_of_two_from(kColumns / kChunk);
     constexpr int kStep = kThreads / kLanes;
     static_assert(kThreads % kLanes == 0, "a row has more chunks than the block has threads");
-    const u32 thread = u32(recomputed(int(threadIdx.x)));  // whose column is known to lie in the row
-    const int lane_row = int(thread / kLanes), column = int(thread % kLanes) * kChunk;
+    const int thread = recomputed(threadIdx.x);
+    const int lane_row = kKnows ? int(u32(thread) / kLanes) : thread / kLanes;
+    const int column = (kKnows ? int(u32(thread) % kLanes) : thread % kLanes) * kChunk;
     const int present = min(max(columns - column, 0), kChunk);
     if (kLanes * kChunk != kColumns && column >= kColumns) return;
     int at = first + lane_row;
