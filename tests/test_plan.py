@@ -343,7 +343,7 @@ def test_blocks_cover_every_row(dtype):
         delta, main = step_of(made, "backward_delta"), made.main
         assert main.blocks * main.config.block_k >= 4 * seq_k
         assert (main.blocks - 4) * main.config.block_k < 4 * seq_k
-        assert delta.blocks * delta.config.threads // delta.config.lanes >= 8 * seq_q
+        assert delta.blocks * delta.config.threads * delta.config.passes // delta.config.lanes >= 8 * seq_q
 
 
 @pytest.mark.parametrize("empty", [{"shape_q": (0, 4, 33, 64)}, {"shape_q": (2, 4, 0, 64)}, {"seq_k": 0}])

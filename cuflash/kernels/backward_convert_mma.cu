@@ -20,10 +20,12 @@ static_assert(sizeof(OutTile) == Config::kSharedBytes, "schedules/mma.py disagre
 extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   OutTile& tile = *reinterpret_cast<OutTile*>(shared_memory);
+  // What the main kernel has added to last comes first, while it is in the second-level cache.
+  const int number = int(gridDim.x - 1 - blockIdx.x);
   constexpr int kChunks = Config::kHeadDim / Config::kChunk;
   const int query_tiles = p.rows_padded / Config::kBlockQ;
-  const float* sums = static_cast<const float*>(p.dq_sum) + i64(blockIdx.x) * DqTile::kSize;
-  int index = blockIdx.x;
+  const float* sums = static_cast<const float*>(p.dq_sum) + i64(number) * DqTile::kSize;
+  int index = number;
   const int chunk = index % kChunks;
   index /= kChunks;
   const int padded_row = index % query_tiles * Config::kBlockQ;

@@ -2,8 +2,8 @@
 // Where rows have sinks, what each of them adds to the gradients of their logits.
 // Where these are added to in turns, the turn starts with the first tile of keys that adds, and no block has started.
 //
-// Job: a few lanes share a row and read it in 16-byte pieces; rows from seq_q to rows_padded get statistics that make their
-// probabilities 0, so that the main kernel needs no test for them.
+// Job: a few lanes share a row and read it in 16-byte pieces, several rows of one tile after the other, all on their way at once;
+// rows from seq_q to rows_padded get statistics that make their probabilities 0, so that the main kernel needs no test for them.
 // Invariant: every element of `statistics`, `dq_sum` and, if there are any, `turns` is written.  Where the main kernel multiplies
 // planes, statistics of the heads that these stand for are in its units.
 // Source: FlashAttention-2 (arXiv:2307.08691), section 3.1.2; delta replaces the sum over keys of p·dp.
@@ -17,19 +17,32 @@
 constexpr int kChunk = 16 / sizeof(Element);
 static_assert(Config::kSharedBytes == 0, "schedules/rows.py disagrees");
 
-__device__ __forceinline__ Real dot(const Element* x, i64 x_column, const Element* y, i64 y_column, int begin,
-                                    int end) {
-  Real sum = 0;
+constexpr int kRows = Config::kThreads / Config::kLanes;  // of a block at a time, that often:
+constexpr int kPasses = Config::kPasses;
+static_assert(kPasses == 1 || Config::kBlockQ % (kRows * kPasses) == 0, "schedules/rows.py disagrees");
+
+// Adds the products of a piece of each of the thread's rows.
+__device__ __forceinline__ void add_products(Real (&sums)[kPasses], const Matrix<const Element>& x,
+                                             const Matrix<const Element>& y, const int (&rows)[kPasses], int begin,
+                                             int end) {
   if (Config::kAligned && begin + kChunk <= end) {
-    const auto a = *reinterpret_cast<const Chunk<Element>*>(x + begin),
-               b = *reinterpret_cast<const Chunk<Element>*>(y + begin);
+    Chunk<Element> a[kPasses], b[kPasses];  // all on their way at once
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) sum = fma_of(to_real(a.at[i]), to_real(b.at[i]), sum);
+    for (int i = 0; i < kPasses; ++i) {
+      a[i] = *reinterpret_cast<const Chunk<Element>*>(x.data + rows[i] * x.row + begin);
+      b[i] = *reinterpret_cast<const Chunk<Element>*>(y.data + rows[i] * y.row + begin);
+    }
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i)
+#pragma unroll
+      for (int j = 0; j < kChunk; ++j) sums[i] = fma_of(to_real(a[i].at[j]), to_real(b[i].at[j]), sums[i]);
   } else {
-    for (int i = begin; i < min(begin + kChunk, end); ++i)
-      sum = fma_of(to_real(x[i * x_column]), to_real(y[i * y_column]), sum);
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i)
+#pragma unroll 1
+      for (int c = begin; c < min(begin + kChunk, end); ++c)
+        sums[i] = fma_of(to_real(*x.at(rows[i], c)), to_real(*y.at(rows[i], c)), sums[i]);
   }
-  return sum;
 }
 
 // Of one row; the rows of a head are summed elsewhere.
@@ -54,38 +67,84 @@ __device__ __forceinline__ void add_bias_gradient(const P& p, const Place& place
                      OperandSums::unit(p, place, p.dbias, false));
 }
 
-extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(const __grid_constant__ Params p) {
-  const i64 line = (i64(blockIdx.x) * Config::kThreads + threadIdx.x) / Config::kLanes;  // of (batch, head, row)
-  const int lane = threadIdx.x % Config::kLanes;
-  const i64 lines = i64(p.batch_size) * p.heads_q * p.rows_padded;
-  const bool exists = line < lines;
-  const int padded_row = int(line % p.rows_padded);
-  const int index = int(line / p.rows_padded);
-  Place place;
-  place.set_head(p, index % p.heads_q);
-  place.set_batch(p, exists ? index / p.heads_q : 0);
-  const int row = place.enter_row<Config::kBlockQ>(p, padded_row);
+// The last rows come first: the main kernel begins with the first ones, and finds them in the second-level cache.
+__device__ __forceinline__ u32 block_number() { return gridDim.x - 1 - blockIdx.x; }
 
-  Real delta = 0;
-  if (exists && row < place.seq_q(p)) {
+// The first row of a thread, among those of all (batch, head) padded to whole tiles.
+struct Line {
+  int index, padded_row;  // the (batch, head), and the row in it
+  bool exists;
+
+  __device__ __forceinline__ explicit Line(const Params& p) : exists(true) {
+    if constexpr (Config::kBlockQ % (kRows * kPasses) == 0) {  // all of one head: a division of 32 bits
+      const u32 blocks = u32(p.rows_padded) / (kRows * kPasses);
+      index = int(block_number() / blocks);
+      padded_row = int(block_number() % blocks) * (kRows * kPasses) + int(threadIdx.x) / Config::kLanes;
+    } else {
+      const i64 line = i64(block_number()) * kRows + threadIdx.x / Config::kLanes;
+      exists = line < i64(p.batch_size) * p.heads_q * p.rows_padded;
+      padded_row = int(line % p.rows_padded);
+      index = int(line / p.rows_padded);
+    }
+  }
+};
+
+// Of the block's rows, which lie together.
+__device__ __forceinline__ void clear_sums(const Params& p) {
+  constexpr int kReals = 16 / sizeof(Real);
+  const i64 lines = i64(p.batch_size) * p.heads_q * p.rows_padded, first = i64(block_number()) * (kRows * kPasses);
+  const int size = int(min(i64(kRows * kPasses), lines - first)) * p.dq_width;
+  Real* const sums = static_cast<Real*>(p.dq_sum) + first * p.dq_width;
+  if (p.dq_width % kReals == 0) {
+#pragma unroll 4
+    for (int i = int(threadIdx.x) * kReals; i < size; i += Config::kThreads * kReals)
+      *reinterpret_cast<Chunk<Real>*>(sums + i) = Chunk<Real>{};
+  } else {
+    for (int i = int(threadIdx.x); i < size; i += Config::kThreads) sums[i] = Real(0);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(Config::kThreads, 4) CUFLASH_ENTRY(const __grid_constant__ Params p) {
+  const Line at(p);
+  const int lane = threadIdx.x % Config::kLanes;
+  Place place;
+  place.set_head(p, at.index % p.heads_q);
+  place.set_batch(p, at.exists ? at.index / p.heads_q : 0);
+  const int first_row = place.enter_row<Config::kBlockQ>(p, at.padded_row), seq_q = place.seq_q(p);
+
+  // A lane finishes the row of one pass; what it needs for that is on its way beside the rows.
+  static_assert(kPasses <= Config::kLanes, "schedules/rows.py disagrees");
+  const int pass = lane < kPasses ? lane : 0, row = first_row + pass * kRows;
+  const bool is_real = at.exists && row < seq_q;
+  Real lse = lse_of_nothing(), dlse = 0;
+  if (is_real && lane < kPasses) {
+    lse = static_cast<const Real*>(p.lse.data)[place.offset(p.lse) + row * p.lse.row];
+    if (p.dlse.data) dlse = static_cast<const Real*>(p.dlse.data)[place.offset(p.dlse) + row * p.dlse.row];
+  }
+  Real sums[kPasses] = {};
+  if (at.exists && seq_q > 0) {
+    int rows[kPasses];  // the last one stands for those that do not exist
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) rows[i] = min(first_row + i * kRows, seq_q - 1);
     const Matrix<const Element> out = matrix<const Element>(p.out, place.offset(p.out));
     const Matrix<const Element> dout = matrix<const Element>(p.dout, place.offset(p.dout));
     for (int c = lane * kChunk; c < p.head_dim_v; c += Config::kLanes * kChunk)
-      delta += dot(out.at(row, 0), out.column, dout.at(row, 0), dout.column, c, p.head_dim_v);
+      add_products(sums, out, dout, rows, c, p.head_dim_v);
   }
-  delta = sum_over_lanes<Config::kLanes>(delta);
-  if (!exists) return;
-  if (lane == 0) {
-    RowStatistics statistics = no_row_statistics();
-    Real lse = lse_of_nothing(), dlse = 0;
-    if (row < place.seq_q(p)) {
-      if (p.dlse.data) dlse = static_cast<const Real*>(p.dlse.data)[place.offset(p.dlse) + row * p.dlse.row];
-      lse = static_cast<const Real*>(p.lse.data)[place.offset(p.lse) + row * p.lse.row];
-      statistics = row_statistics(lse, delta - dlse);
-    }
+  if (p.dq_sum) clear_sums(p);
+  Real delta = 0;
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    const Real sum = sum_over_lanes<Config::kLanes>(sums[i]);
+    if (pass == i) delta = sum;
+  }
+  if (!at.exists) return;
+  const i64 line = i64(at.index) * p.rows_padded + at.padded_row + pass * kRows;
+  if (lane < kPasses) {
+    RowStatistics statistics = is_real ? row_statistics(lse, delta - dlse) : no_row_statistics();
     if constexpr (kHasSinks) store_sink_gradient(p, place, row, statistics);
     if constexpr (Config::kBiasApart) {
-      if (row < place.seq_q(p) && !sees_nothing(lse)) {
+      if (is_real && !sees_nothing(lse)) {
         add_bias_gradient(p, place, row, dlse, statistics, lse);
         statistics = row_statistics(lse - bias_apart(p, place, row), statistics.delta);
       }
@@ -97,21 +156,18 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
       }
     }
     if constexpr (Config::kStatisticsRows > 1) {
-      constexpr int kRows = Config::kStatisticsRows;
-      TileStatistics<kRows>& tile = static_cast<TileStatistics<kRows>*>(p.statistics)[line / kRows];
-      tile.shift[line % kRows] = statistics.shift;
-      tile.delta[line % kRows] = statistics.delta;
+      constexpr int kTileRows = Config::kStatisticsRows;
+      TileStatistics<kTileRows>& tile = static_cast<TileStatistics<kTileRows>*>(p.statistics)[line / kTileRows];
+      tile.shift[line % kTileRows] = statistics.shift;
+      tile.delta[line % kTileRows] = statistics.delta;
     } else {
       static_cast<RowStatistics*>(p.statistics)[line] = statistics;
     }
   }
-  if (p.dq_sum)
-    for (int c = lane; c < p.dq_width; c += Config::kLanes)
-      static_cast<Real*>(p.dq_sum)[line * p.dq_width + c] = Real(0);
   if constexpr (Config::kTurns > 0) {
     u32* turns = static_cast<u32*>(p.turns);
     if (line == 0 && lane == 0) *turns = 0;
-    if (row % Config::kBlockQ == 0 && lane == 0) {
+    if (row % Config::kBlockQ == 0 && lane < kPasses) {
       place.key_count = Visibility::key_count(p, place);
       const int first = first_key_tile<Config::kBlockQ, Config::kKeyTile>(p, place, row / Config::kBlockQ);
       for (int i = 0; i < Config::kTurns; ++i) turns[1 + line / Config::kBlockQ * Config::kTurns + i] = first;

@@ -334,7 +334,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K
       clear_hidden_bias(p, shared, shared.channels.work);
       consumer.store(shared.in.k, consumer.dk, p.scale, p.dk_map);
-      if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group<0>();
+      if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group_read<0>();
     }
   }(p);
 }

@@ -81,7 +81,7 @@ struct Consumer {
   template <class Tile, int kSize>
   __device__ __forceinline__ void store(Tile& tile, const float (&x)[kSize], float scale, const TensorMap& map) const {
     store_gradient(tile, 0, x, scale, map, p, work, kGroupBarrier + group);
-    if (thread() == 0) cp_async_bulk_wait_group<0>();
+    if (thread() == 0) cp_async_bulk_wait_group_read<0>();
   }
 };
 

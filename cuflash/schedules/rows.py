@@ -17,6 +17,7 @@ class BackwardDelta:
     lanes: int
     aligned: bool
     block_q: int  # tile of the main kernel: rows are padded to a multiple of it
+    passes: int = 1  # rows of a thread
     key_tile: int = 0  # where dq is summed in turns: keys of the main kernel's tile,
     turns: int = 0  # and counters of a tile of queries
     statistics_rows: int = 1  # of which the shifts lie together, behind them the deltas
@@ -34,7 +35,7 @@ class BackwardDelta:
 
     def blocks(self, problem: Problem) -> int:
         lines = problem.batch_size * problem.heads_q * self.rows_padded(problem)
-        return tiles(lines * self.lanes, self.threads)
+        return tiles(lines * self.lanes, self.threads * self.passes)
 
 
 def delta(
@@ -45,11 +46,18 @@ def delta(
     statistics_rows: int = 1,
     has_planes: bool = False,
 ) -> BackwardDelta:
-    """As many lanes per row as it has 16-byte pieces, up to a warp."""
+    """As many lanes per row as it has 16-byte pieces, up to a warp, and several rows for each that lie in one tile."""
     pieces = tiles(problem.head_dim_v * itemsize, 16)
     lanes = 1 << min(5, (pieces - 1).bit_length())
+    lines = BackwardDelta.threads // lanes
+    passes = [n for n in (4, 2) if n <= lanes and block_q % (n * lines) == 0]
     return BackwardDelta(
-        lanes=lanes, aligned=aligned, block_q=block_q, statistics_rows=statistics_rows, has_planes=has_planes
+        lanes=lanes,
+        aligned=aligned,
+        block_q=block_q,
+        passes=passes[0] if passes else 1,
+        statistics_rows=statistics_rows,
+        has_planes=has_planes,
     )
 
 

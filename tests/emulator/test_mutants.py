@@ -143,7 +143,9 @@ MUTANTS = [
     sown("backward_delta", "dlse has the wrong sign",
          "row_statistics(lse, delta - dlse)", "row_statistics(lse, delta + dlse)"),
     sown("backward_delta", "sums of dq do not start at 0",
-         "[line * p.dq_width + c] = Real(0)", "[line * p.dq_width + c]"),
+         "*reinterpret_cast<Chunk<Real>*>(sums + i) = Chunk<Real>{};", ";"),
+    sown("backward_delta", "a lane finishes the rows of other passes",
+         "if (pass == i) delta = sum;", "delta = sum;", case="wide values"),
     # ---- turns
     sown_turn("backward_mma", "nobody waits for a turn",
               "wait_for_turn(counter, turn);", ";"),
