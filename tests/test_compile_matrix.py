@@ -173,6 +173,10 @@ def entries() -> Iterator[Entry]:
         yield hopper("bfloat16", sizes, option)
     for size, option, lengths in product((64, 128, 192), ("bias", "shared-bias", "ranges-bias"), (MEDIUM, LONG)):
         yield hopper("bfloat16", (size, size), option, lengths)
+    for sizes, option in product(
+        ((64, 64), (128, 128), (192, 128), (256, 256)), ("documents", "blocks", "ranges-documents", "ranges-blocks")
+    ):
+        yield replace(hopper("bfloat16", sizes, option), deterministic="ranges" in option)
     yield hopper("bfloat16", (128, 128), "written")
     for sizes, option in product(((16, 16), (64, 64), (72, 72), (128, 128)), ("plain", "causal", "ranges")):
         yield hopper("bfloat16", sizes, option, LONG)

@@ -227,6 +227,8 @@ TOGETHER = {
     "packed-dropout": ("packed", "causal", "dropout"),
     "packed-everything": ("packed", "causal", "window", "softcap", "alibi"),
     "ranges": RANGES,
+    "ranges-documents": (*RANGES, "documents"),
+    "ranges-blocks": (*RANGES, "blocks"),
     "ranges-bias": (*RANGES, "bias"),
     "ranges-mask": (*RANGES, "mask"),
     "ranges-alibi": (*RANGES, "alibi"),

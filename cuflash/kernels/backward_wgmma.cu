@@ -8,6 +8,7 @@
 // The warpgroups take turns: dQ of the step before, dV, dK, and S and dP of the next step are queued in one turn, and the
 // exponentials and dS of that next step run under the products of the other warpgroup.  dQ lags a step behind so that neither
 // waits for the other's dS.  Where blocks add dQ in turns, two more threads of warpgroup 0 wait for them, so that no one else does.  Where scores are changed one by one, dP is queued late, when P needs no registers beside its own.
+// Where tiles are hidden, these threads are warps that pass over them, and the first tells the consumers which step it is.
 // Invariants: producer and consumers walk the same steps; rows of Q, dO beyond seq_q and keys that nobody sees are zeros in
 // shared memory.
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2; taking turns: FlashAttention-3 (arXiv:2407.08608), section 3.1.
@@ -62,7 +63,7 @@ struct Consumer {
   const Turns<kTurnBarrier, kGroups> turns;
   // Of the step whose P and dS are in registers; with two stages, its slot and phase are those of dS in shared memory as well.
   Cursor<Config::kStages> cursor;
-  Step at;
+  At at;
   int before = -1;  // number of the tile of queries of the step before it; at first there is none
   float dk[Config::kHeadDim / 2], dv[Config::kHeadDimV / 2];
   RegisterOperand<Config::kBlockQ / 16> probabilities, gradients;
@@ -147,20 +148,24 @@ struct Consumer {
   __device__ __forceinline__ void form_gradients(float (&s)[ScoreFragment::kSize], float (&dp)[ScoreFragment::kSize]) {
     wgmma_wait_group<Config::kLateDp ? 0 : 1>();
     pin(s);
+    if constexpr (kPassesOver) {  // else the assembler runs short of registers on its way past the tests of elements
+#pragma unroll
+      for (int i = 0; i < ScoreFragment::kSize; ++i) s[i] = __int_as_float(recomputed(__float_as_int(s[i])));
+    }
     const Work& now = here();
     const u32 thread = own_thread();
     const ScoreFragment s_at(warp_key(thread), 0, thread);
-    const Corner corner{at.tile * Config::kBlockQ, now.keys.begin};
+    const Step step = at.step(shared.channels, cursor.slot);
+    const Corner corner{step.tile * Config::kBlockQ, now.keys.begin};
     const int first_key = corner.k + own_rows();
     Place place = now.place;
-    place.head = at.head;
+    place.head = step.head;
     const auto& units = in_units(p, shared.channels);
     ScoreSlopes<ScoreFragment> slopes;
     bias.stand_at(cursor);
-    scores_of<true>(
-        s, slopes, s_at, p, place, corner,
-        tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {first_key, first_key + kWarpgroupRows}),
-        units.scale, bias);
+    scores_of<true>(s, slopes, s_at, p, place, corner,
+                    at.is_open(shared.channels, cursor.slot, p, place, step.queries(), first_key, group), units.scale,
+                    bias);
     const Statistics& statistics = shared.channels.statistics[cursor.slot];
     probabilities_of(s, s_at, statistics, units);
     probabilities.pack<Element>(s);
@@ -229,6 +234,7 @@ struct Consumer {
     issue_dv_dk(slot);
     wgmma_wait_group<2>();
     finish_dq(dq, cursor.previous());
+    if constexpr (kPassesOver) before = at.step(shared.channels, slot).number();
     wgmma_wait_group<1>();
     pin(dv);
     pin(probabilities);
@@ -249,7 +255,7 @@ struct Consumer {
       pin(gradients);
       release_by_warp(shared.channels.queries, slot);
     }
-    before = at.number();
+    if constexpr (!kPassesOver) before = at.number();
     const int head = at.head;
     at.advance(p, here());
     if (Config::kHoldsBias && at.head != head) {
@@ -269,7 +275,7 @@ struct Consumer {
     wgmma_wait_group<0>();
     pin(dv);
     pin(dk);
-    before = at.number();
+    before = at.step(shared.channels, cursor.slot).number();
     issue_dq(dq, cursor);
     wgmma_wait_group<0>();
     finish_dq(dq, cursor);
@@ -278,7 +284,8 @@ struct Consumer {
     turns.open();
     start();
 #pragma unroll 1
-    for (int rest = work.steps - 1; rest > 0; --rest) advance();
+    for (int rest = work.steps - 1; kPassesOver ? !at.is_last(shared.channels, cursor.slot) : rest > 0; --rest)
+      advance();
     leave_head(at.head);
     finish();
   }
@@ -323,7 +330,7 @@ __device__ __forceinline__ void clear_hidden_bias(const Params& p, SharedStorage
 __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, const Work& work, int group) {
   Consumer consumer(p, shared, work, group);
   await_keys<kAllBarrier, kGroups * kWarpgroupThreads>(p, shared.in, shared.channels, work);
-  if (work.steps > 0) consumer.walk();
+  if (work.steps > 0 && (!kPassesOver || is_told_any(shared.channels))) consumer.walk();
   [&](const auto& p) {
     if constexpr (kHasPlanes) {
       const GradientExponents exponent(p, shared.channels.work.place);
@@ -339,25 +346,36 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   }(p);
 }
 
-// One thread: adds dQ of every second step when it is the block's turn, while the consumers go on.
+// Adds dQ of every second step when it is the block's turn, while the consumers go on: one of kProducers threads.
 __device__ __forceinline__ void add_in_turns(const Params& p, SharedStorage& shared, const Work& work, int slot) {
-  Step step(p, work);
   Cursor<2> cursor;
-  for (int i = 0; i < work.steps; ++i) {
-    if (cursor.slot == slot) {
-      u32* const counter = turn_counter(p, step.number());
-      const u32 turn = work.keys.begin / Config::kBlockK;
-      cursor.wait_full(shared.dq_sums);
-      wait_for_turn(counter, turn);
-      cp_reduce_async_bulk_add(static_cast<float*>(p.dq_sum) + i64(step.number()) * DqTile::kSize,
-                               shared_address(shared.dq(slot)), kDqBytes);
-      cp_async_bulk_commit_group();
-      cp_async_bulk_wait_group<0>();
-      pass_turn(counter, turn + 1);
-      cursor.release(shared.dq_sums);
+  const auto add = [&](const Step& step, u32 turn) {
+    u32* const counter = turn_counter(p, step.number());
+    const u32 own = work.keys.begin / Config::kBlockK;
+    cursor.wait_full(shared.dq_sums);
+    wait_for_turn(counter, kPassesOver ? turn : own);
+    cp_reduce_async_bulk_add(static_cast<float*>(p.dq_sum) + i64(step.number()) * DqTile::kSize,
+                             shared_address(shared.dq(slot)), kDqBytes);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group<0>();
+    pass_turn(counter, own + 1);
+    cursor.release(shared.dq_sums);
+  };
+  if constexpr (kPassesOver) {
+    int count = 0;
+    for (Walk<0, true> walk(p, work); !walk.ends(); walk.advance(), ++count) {
+      if (count % 2 != slot) continue;
+      const int turn = walk.turn();
+      cursor = {slot, u32(count) / 2 % 2};
+      if (threadIdx.x % 32 == 0) add(walk.step(), turn);
     }
-    step.advance(p, work);
-    cursor.advance();
+  } else {
+    Step step(p, work);
+    for (int i = 0; i < work.steps; ++i) {
+      if (cursor.slot == slot) add(step, 0);
+      step.advance(p, work);
+      cursor.advance();
+    }
   }
 }
 
@@ -390,9 +408,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) produce(p, shared.in, shared.channels, shared, work);
-    if (Config::kDeterministic && (threadIdx.x == 32 || threadIdx.x == 64))
-      add_in_turns(p, shared, work, int(threadIdx.x) / 32 - 1);
+    const u32 leader = threadIdx.x / kProducers * kProducers;  // of those that walk together
+    if (leader == 0) produce<false>(p, shared.in, shared.channels, shared, work);
+    if (Config::kDeterministic && (leader == 32 || leader == 64)) add_in_turns(p, shared, work, int(leader) / 32 - 1);
     if (kBlocksLeave && threadIdx.x == 96) return_bias(p, shared, work);
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();

@@ -22,7 +22,25 @@ struct InputTiles {
   DoutTile dout[Config::kStages];
 };
 typedef TileStatistics<Config::kBlockQ> Statistics;
-struct InputChannels : GradientUnits<kHasPlanes>, BiasChannels {
+
+// A step where hidden tiles are passed over, as the producer tells it with the queries.
+struct Told {
+  Step step;
+  int turn;  // of adding to dq, where blocks take turns
+  u32 open;  // bit i: no element of the i-th 64 keys needs a test
+  u32 last;  // none follows
+};
+template <bool kTold> struct ToldSteps {
+  Told told[Config::kStages];
+  __device__ __forceinline__ void tell(int slot, const Told& step) { told[slot] = step; }
+  __device__ __forceinline__ Told heard(int slot) const { return told[slot]; }
+};
+template <> struct ToldSteps<false> {
+  __device__ __forceinline__ void tell(int, const Told&) {}
+  __device__ __forceinline__ Told heard(int) const { return Told(); }
+};
+
+struct InputChannels : GradientUnits<kHasPlanes>, BiasChannels, ToldSteps<kPassesOver> {
   Statistics statistics[Config::kStages];
   Channel<1> keys;
   Channel<Config::kStages> queries, douts;
@@ -48,38 +66,101 @@ __device__ __forceinline__ u32* turn_counter(const Params& p, i64 sums) {
   return static_cast<u32*>(p.turns) + 1 + sums;
 }
 
-// One thread: loads in the order in which the consumers use what is loaded.
+// Loads in the order in which the consumers use what is loaded: one thread, or where hidden tiles are passed over, a warp.
+// `kTellsTurns`: the turns of adding to dq are told as well.
+constexpr int kProducers = kPassesOver ? 32 : 1;
+template <bool kTellsTurns>
 __device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, InputChannels& channels, BiasTiles& biases,
                                         const Work& work) {
-  const u32 full = shared_address(&channels.keys.full[0]);
-  mbarrier_arrive_expect_tx(full, KeyTile::kBytes + ValueTile::kBytes);
-  const DescribedRow key = work.place.described_key(p, work.keys.begin, work.batch);
-  const BoxCorner at{0, key.row, work.place.head_k, key.batch};
-  copy_panels(tiles.k, p.k_map, full, at, CachePolicy::kEvictFirst);
-  copy_panels(tiles.v, p.v_map, full, at, CachePolicy::kEvictFirst);
-  Step step(p, work);
+  const bool leads = kProducers == 1 || threadIdx.x == 0;
+  if (leads) {
+    const u32 full = shared_address(&channels.keys.full[0]);
+    mbarrier_arrive_expect_tx(full, KeyTile::kBytes + ValueTile::kBytes);
+    const DescribedRow key = work.place.described_key(p, work.keys.begin, work.batch);
+    const BoxCorner at{0, key.row, work.place.head_k, key.batch};
+    copy_panels(tiles.k, p.k_map, full, at, CachePolicy::kEvictFirst);
+    copy_panels(tiles.v, p.v_map, full, at, CachePolicy::kEvictFirst);
+  }
   Cursor<Config::kStages> cursor;
   BiasWriter<Config::kBiasStages> bias;
-  for (int i = 0; i < work.steps; ++i) {
+  // `tell` writes what consumers need to know of the step, when its slot is free.
+  const auto load = [&](const Step& step, auto tell) {
     const DescribedRow query = work.place.described_query(p, step.tile * Config::kBlockQ, work.batch);
     const BoxCorner corner{0, query.row, step.head, query.batch};
     constexpr u32 kStatisticsBytes = sizeof(Statistics);
     const u32 q_full = cursor.full(channels.queries), dout_full = cursor.full(channels.douts);
     cursor.wait_empty(channels.queries);
-    mbarrier_arrive_expect_tx(q_full, QueryTile::kBytes + kStatisticsBytes);
-    copy_panels(tiles.q[cursor.slot], p.q_map, q_full, corner, CachePolicy::kEvictNormal);
-    cp_async_bulk_load(shared_address(&channels.statistics[cursor.slot]),
-                       static_cast<const Statistics*>(p.statistics) + step.number(), kStatisticsBytes, q_full);
+    if (leads) {
+      tell();
+      mbarrier_arrive_expect_tx(q_full, QueryTile::kBytes + kStatisticsBytes);
+      copy_panels(tiles.q[cursor.slot], p.q_map, q_full, corner, CachePolicy::kEvictNormal);
+      cp_async_bulk_load(shared_address(&channels.statistics[cursor.slot]),
+                         static_cast<const Statistics*>(p.statistics) + step.number(), kStatisticsBytes, q_full);
+    }
     cursor.wait_empty(channels.douts);
-    mbarrier_arrive_expect_tx(dout_full, DoutTile::kBytes);
-    copy_panels(tiles.dout[cursor.slot], p.dout_map, dout_full, corner, CachePolicy::kEvictNormal);
-    bias.load(p, biases, channels, work.batch, step.head, step.tile * Config::kBlockQ, work.keys.begin, true);
-    step.advance(p, work);
-    cursor.advance();
+    if (leads) {
+      mbarrier_arrive_expect_tx(dout_full, DoutTile::kBytes);
+      copy_panels(tiles.dout[cursor.slot], p.dout_map, dout_full, corner, CachePolicy::kEvictNormal);
+    }
+    bias.load(p, biases, channels, work.batch, step.head, step.tile * Config::kBlockQ, work.keys.begin, leads);
+  };
+  if constexpr (kPassesOver) {
+    Walk<Config::kBlockK / kWarpgroupRows, kTellsTurns> walk(p, work);
+    if (walk.ends() && leads) {
+      Step none;
+      none.tile = -1;
+      channels.tell(0, {none, 0, 0, 1});
+      mbarrier_arrive(cursor.full(channels.queries));
+    }
+    while (!walk.ends()) {
+      const Step step = walk.step();
+      const u32 open = walk.open();
+      const int turn = kTellsTurns ? walk.turn() : 0;
+      walk.advance();
+      load(step, [&] { channels.tell(cursor.slot, {step, turn, open, walk.ends()}); });
+      cursor.advance();
+    }
+  } else {
+    Step step(p, work);
+    for (int i = 0; i < work.steps; ++i) {
+      load(step, [] {});
+      step.advance(p, work);
+      cursor.advance();
+    }
   }
 }
 
 // ---- consumers ------------------------------------------------------------------------------------------------------
+// Where a consumer is in the walk: it counts, or where it is told, looks up what the producer told of the slot at hand, which costs
+// less than registers do.
+struct At : Step {
+  __device__ __forceinline__ At(const Params& p, const Work& work) : Step(p, work) {}
+  __device__ __forceinline__ Step step(const InputChannels& channels, int slot) const {
+    return kPassesOver ? channels.heard(slot).step : static_cast<const Step&>(*this);
+  }
+  // Where it is told: whether it is the last step, and the turn of adding to dq.
+  __device__ __forceinline__ bool is_last(const InputChannels& channels, int slot) const {
+    return channels.heard(slot).last;
+  }
+  __device__ __forceinline__ int turn(const InputChannels& channels, int slot) const {
+    return channels.heard(slot).turn;
+  }
+  // Whether no element of a step's queries and 64 keys, the `part`-th of the block, needs a test.
+  __device__ __forceinline__ bool is_open(const InputChannels& channels, int slot, const Params& p, const Place& place,
+                                          Range queries, int first_key, int part) const {
+    return kPassesOver ? channels.heard(slot).open >> part & 1
+                       : tile_is_open(p, place, queries, {first_key, first_key + kWarpgroupRows});
+  }
+  __device__ __forceinline__ void advance(const Params& p, const Work& work) {
+    if constexpr (!kPassesOver) Step::advance(p, work);
+  }
+};
+// Whether not all steps are passed over.
+__device__ __forceinline__ bool is_told_any(InputChannels& channels) {
+  mbarrier_wait(shared_address(&channels.queries.full[0]), 0);
+  return channels.heard(0).step.tile >= 0;
+}
+
 // All of them, before the walk: waits for K and V.  Keys that no query sees may be anything, and must not meet a gradient of 0.
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ void await_keys(const Params& p, InputTiles& tiles, InputChannels& channels,

@@ -6,7 +6,8 @@
 //   keys     dP = V dOᵀ, dS, dK += dSᵀ Q
 // Both compute the same 64 x 64 elements in the same threads, so that P goes from one to the other as float32 through shared
 // memory, each thread's own.  dS is written there as well, and each takes every other panel of dQ = dS K.  `values` runs a step
-// ahead of `keys`: its exponentials run under the products of the other.
+// ahead of `keys`: its exponentials run under the products of the other.  Where tiles are hidden, the producer's warp passes over
+// them and tells the consumers which step it is.
 // Invariants: producer and consumers walk the same steps; keys that nobody sees are zeros in shared memory.
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2.
 #include "variant.cuh"  // generated: Config, Params, modifiers
@@ -43,7 +44,7 @@ struct Consumer {
   const int group;
   Cursor<2> cursor;  // of the step at hand; its slot and phase are those of dS as well
   Cursor<1> p_cursor;
-  Step at;
+  At at;
 
   __device__ __forceinline__ Consumer(const Params& params, SharedStorage& storage, const Work& w, int g)
       : p(params), shared(storage), work(w), group(g), at(params, w) {}
@@ -68,11 +69,12 @@ struct Consumer {
       DqPanel::add(sums, dq, int(u32(recomputed(threadIdx.x)) % kWarpgroupThreads));
     }
   }
-  __device__ __forceinline__ void add_dq(Cursor<2> of, int tile) const {
+  __device__ __forceinline__ void add_dq(Cursor<2> of, int tile, int turn) const {
     of.wait_full(shared.gradients);
+    const int own = work.keys.begin / Config::kBlockK;
     if constexpr (Config::kDeterministic)
       in_turn(
-          turn_counter(p, 2 * i64(tile) + group), work.keys.begin / Config::kBlockK, thread() == 0,
+          turn_counter(p, 2 * i64(tile) + group), kPassesOver ? turn : own, own + 1, thread() == 0,
           [&] { bar_sync(kGroupBarrier + group, kWarpgroupThreads); }, [&] { add_panels(of, tile); });
     else
       add_panels(of, tile);
@@ -102,13 +104,13 @@ struct ValueConsumer : Consumer {
   // S -> P for dV, and P times the slopes of the modifiers for the other warpgroup.
   __device__ __forceinline__ void form_probabilities(Scores& s, RegisterOperand<Config::kBlockQ / 16>& probabilities) {
     const ScoreFragment s_at(warp_row(), 0, threadIdx.x);
-    const Corner corner{at.tile * Config::kBlockQ, work.keys.begin};
+    const Step step = at.step(shared.channels, cursor.slot);
+    const Corner corner{step.tile * Config::kBlockQ, work.keys.begin};
     Place place = work.place;
-    place.head = at.head;
+    place.head = step.head;
     ScoreSlopes<ScoreFragment> slopes;
-    scores_of<true>(
-        s, slopes, s_at, p, place, corner,
-        tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {corner.k, corner.k + Config::kBlockK}));
+    scores_of<true>(s, slopes, s_at, p, place, corner,
+                    at.is_open(shared.channels, cursor.slot, p, place, step.queries(), corner.k, 0));
     probabilities_of(s, s_at, shared.channels.statistics[cursor.slot], p);
     probabilities.pack<Element>(s);
     p_cursor.wait_empty(shared.probabilities);
@@ -122,13 +124,16 @@ struct ValueConsumer : Consumer {
   __device__ __forceinline__ void walk() {
     Scores s;
     RegisterOperand<Config::kBlockQ / 16> probabilities;
-    int before = -1;
+    int before = -1, turn_before = 0;
     issue_scores(s);
 #pragma unroll 1
     for (int rest = work.steps; rest > 0; --rest) {
       wgmma_wait_group<0>();
       pin(s);
       form_probabilities(s, probabilities);
+      const int tile = at.step(shared.channels, cursor.slot).number();
+      const int turn = at.turn(shared.channels, cursor.slot);
+      if (kPassesOver) rest = at.is_last(shared.channels, cursor.slot) ? 1 : 2;
       release_by_warp(shared.channels.queries, cursor.slot);
       cursor.wait_full(shared.channels.douts);
       pin(probabilities);
@@ -136,7 +141,6 @@ struct ValueConsumer : Consumer {
       wgmma_fence();
       wgmma_registers_columns(dv, probabilities, operand(shared.in.dout[cursor.slot]));
       wgmma_commit_group();
-      const int tile = at.number();
       const Cursor<2> now = cursor;
       cursor.advance();
       at.advance(p, work);
@@ -149,10 +153,11 @@ struct ValueConsumer : Consumer {
       pin(dv);
       pin(probabilities);
       release_by_warp(shared.channels.douts, now.slot);
-      if (before >= 0) add_dq(now.previous(), before);
+      if (before >= 0) add_dq(now.previous(), before, turn_before);
       before = tile;
+      turn_before = turn;
     }
-    add_dq(cursor.previous(), before);
+    add_dq(cursor.previous(), before, turn_before);
   }
 };
 
@@ -189,9 +194,10 @@ struct KeyConsumer : Consumer {
     release_by_warp(shared.probabilities, 0);
     p_cursor.advance();
     if constexpr (kAddsGradients) {  // no modifier has slopes or is asked for its scores (schedules/wgmma.py)
+      const Step step = at.step(shared.channels, cursor.slot);
       Place place = work.place;
-      place.head = at.head;
-      const Corner corner{at.tile * Config::kBlockQ, work.keys.begin};
+      place.head = step.head;
+      const Corner corner{step.tile * Config::kBlockQ, work.keys.begin};
       for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
       add_score_gradients(s, ScoreSlopes<ScoreFragment>(), s_at, p, place, corner);
     }
@@ -216,7 +222,9 @@ struct KeyConsumer : Consumer {
       wgmma_fence();
       wgmma_registers_columns(dk, gradients, operand(shared.in.q[cursor.slot]));
       wgmma_commit_group();
-      const int tile = at.number();
+      const int tile = at.step(shared.channels, cursor.slot).number();
+      const int turn = at.turn(shared.channels, cursor.slot);
+      if (kPassesOver) rest = at.is_last(shared.channels, cursor.slot) ? 1 : 2;
       const Cursor<2> now = cursor;
       cursor.advance();
       at.advance(p, work);
@@ -229,7 +237,7 @@ struct KeyConsumer : Consumer {
       pin(dk);
       pin(gradients);
       release_by_warp(shared.channels.queries, now.slot);
-      add_dq(now, tile);
+      add_dq(now, tile, turn);
     }
   }
 };
@@ -255,19 +263,19 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) produce(p, shared.in, shared.channels, shared, work);
+    if (threadIdx.x < kProducers) produce<Config::kDeterministic>(p, shared.in, shared.channels, shared, work);
   } else if (group == 1) {
     setmaxnreg_inc<Config::kConsumerRegisters>();
     await_keys(p, shared, work);
     ValueConsumer consumer(p, shared, work);
-    if (work.steps > 0) consumer.walk();
+    if (work.steps > 0 && (!kPassesOver || is_told_any(shared.channels))) consumer.walk();
     bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // nobody reads K or V any more
     consumer.store(shared.in.v, consumer.dv, 1.f, p.dv_map);
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();
     await_keys(p, shared, work);
     KeyConsumer consumer(p, shared, work);
-    if (work.steps > 0) consumer.walk();
+    if (work.steps > 0 && (!kPassesOver || is_told_any(shared.channels))) consumer.walk();
     bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
     consumer.store(shared.in.k, consumer.dk, p.scale, p.dk_map);
   }

@@ -14,6 +14,7 @@
 #include "hw/fragment_simt.cuh"
 #include "hw/gemm_mma.cuh"
 #include "hw/gemm_wgmma.cuh"
+#include "hw/lookout.cuh"
 #include "attention/epilogue.cuh"
 #include "attention/plane_units.cuh"
 #include "attention/units.cuh"
@@ -82,9 +83,10 @@ typedef MmaFragment<1, Config::kBlockK / 8> ScoreFragment;
 typedef MmaFragment<1, Config::kHeadDimV / 8> OutFragment;
 typedef OnlineSoftmax<ScoreFragment> Softmax;
 
-// Where scores are plain products the softmax guesses, and a warp whose guess is lost multiplies again, by mma.sync since the
+// Where scores are plain products, of a whole block, the softmax guesses, and a warp whose guess is lost multiplies again, by mma.sync since the
 // other warps of its group do not.  Queries and keys are then handed back by each warp, otherwise once for a warpgroup.
-constexpr bool kGuesses = Config::kOptimistic && Score::kIdentity && !Visibility::kHasMask;
+constexpr bool kGuesses =
+    Config::kOptimistic && Score::kIdentity && (!Visibility::kHasMask || Visibility::kClearsTiles);
 constexpr int kReaderThreads = kGuesses ? 32 : kWarpgroupThreads,
               kReaders = kGroups * kWarpgroupThreads / kReaderThreads;
 
@@ -227,7 +229,7 @@ __device__ __forceinline__ void look_for_tiles(const Params& p, SharedStorage& s
 }
 
 // One thread: loads in the order in which the consumers use what is loaded.  Where it passes over hidden blocks a whole warp,
-// whose lanes look at one block each; the first one does the rest.
+// whose lanes look at one block each, 32 ahead; the first one does the rest.
 constexpr int kProducers = kTells ? 32 : 1;
 __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) {
   const bool leads = kProducers == 1 || threadIdx.x == 0;
@@ -271,32 +273,33 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
     if (leads) load(p, shared.v[v_at.slot]);
     v_at.advance();
   };
+  Lookout<1> lookout;  // over the blocks of a tile, the last one first
   // The block from `block` on towards the first that the queries may see; below the tile's first if there is none.
   const auto visible_from = [&](const Tile& tile, int block) {
     if constexpr (kTells) {
       const Place place = place_of(p, tile);
-      const int lane = int(threadIdx.x);
-      for (; block >= tile.blocks.begin; block -= 32) {
-        const int own = block - lane;
-        const u32 seen = __ballot_sync(
-            0xffffffffu, own >= tile.blocks.begin && !tile_is_hidden(p, place, tile.queries(), keys_of_block(own)));
-        if (seen) return block - (__ffs(int(seen)) - 1);
-      }
+      const int last = tile.blocks.end - 1;
+      block = last - lookout.next(last - block, tile.blocks.end - tile.blocks.begin, [&](int index, auto& marks) {
+        const Range keys = keys_of_block(last - index);
+        if (tile_is_hidden(p, place, tile.queries(), keys)) return false;
+        marks[0] = tile_is_open(p, place, tile.queries(), keys);
+        return true;
+      });
     }
     return block;
   };
   // The first block of a tile, hidden or not if there is but one; and the one behind a block.
   const auto first_block = [&](const Tile& tile) {
+    lookout = Lookout<1>();
     return max(tile.blocks.begin, visible_from(tile, tile.blocks.end - 1));
   };
   // Loads the keys of a block, and returns the one behind it.
   const auto load_k = [&](const Tile& tile, int block) {
+    const bool open = kTells && lookout.marks(tile.blocks.end - 1 - block);
     const int next = visible_from(tile, block - 1);
     k_at.wait_empty(shared.keys);
     if (leads) {
-      if constexpr (kTells)
-        shared.told[k_at.slot] = {block, tile_is_open(p, place_of(p, tile), tile.queries(), keys_of_block(block)),
-                                  next < tile.blocks.begin};
+      if constexpr (kTells) shared.told[k_at.slot] = {block, open, next < tile.blocks.begin};
       load_keys(shared.k[k_at.slot], p.k_map, k_at.full(shared.keys), tile, block);
     }
     k_at.advance();

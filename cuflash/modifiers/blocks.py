@@ -75,7 +75,9 @@ struct BlockMask {
     const Range rows{row_of(p, queries.begin), row_of(p, queries.end - 1)};
     const Range columns{column_of(p, keys.begin), column_of(p, keys.end - 1)};
     if ((rows.end - rows.begin + 1) * (columns.end - columns.begin + 1) > kMostBlocks) return false;
+#pragma unroll 1
     for (int row = rows.begin; row <= rows.end; ++row)
+#pragma unroll 1
       for (int column = columns.begin; column <= columns.end; ++column)
         if (block(p, place, row, column) != wanted) return false;
     return true;

@@ -60,13 +60,14 @@ struct Documents {
   static constexpr int kGranule = GRANULE;
 
   static __device__ __forceinline__ bool visible(const Params& p, const Place& place, int q, int k) {
-    return static_cast<const int*>(p.document_q.data)[place.offset(p.document_q) + q * p.document_q.row] ==
-           static_cast<const int*>(p.document_k.data)[place.offset(p.document_k) + k * p.document_k.column];
+    return *element_at<int>(p.document_q, place.offset(p.document_q), q, 0) ==
+           *element_at<int>(p.document_k, place.offset(p.document_k), 0, k);
   }
   struct Ids { int least, most; };
   static __device__ __forceinline__ Ids ids_of(const View& bounds, const Place& place, Range positions) {
     const int* of = static_cast<const int*>(bounds.data) + place.offset(bounds);
     Ids ids{0x7fffffff, -0x7fffffff - 1};
+#pragma unroll 1
     for (int granule = positions.begin / kGranule; granule <= (positions.end - 1) / kGranule; ++granule) {
       ids.least = min(ids.least, of[granule * bounds.row]);
       ids.most = max(ids.most, of[granule * bounds.row + bounds.column]);

@@ -32,6 +32,7 @@ MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
 SEGMENT_BYTES = 24  # bounds of a packed sequence, a part of the two that follow; other calls have room to spare anyway
 TILE_BYTES = 28 + SEGMENT_BYTES  # what consumers are told of a tile of queries
 TOLD_BYTES = 8  # and of a block of keys
+TOLD_STEP_BYTES = 24  # and in the backward, of a step
 WORK_BYTES = 48 + SEGMENT_BYTES  # what a block of the backward is told of its tile of keys
 SUM_BYTES = 4  # of the sums of gradients
 BROUGHT = 3  # weight of a bias that comes ahead
@@ -44,6 +45,10 @@ REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
 REGISTERS_TO_LOOK = {2: (88, 208)}
 #: the same where it looks up which heads planes stand for, and what they count
 REGISTERS_OF_PLANES = {2: (56, 224), 3: (56, 152)}
+#: those of the backward, and where its producer looks
+BACKWARD_REGISTERS, BACKWARD_REGISTERS_TO_LOOK = (24, 240), (56, 224)
+#: modifiers of single scores that such a backward takes, those that hide tiles among them; 0 refuses it
+MAX_LOOKING_WHERE_HIDDEN = 1
 
 
 def channel_bytes(slots: int) -> int:
@@ -168,8 +173,8 @@ class BackwardWgmma:
     late_dp: bool  # dP is queued once P is formed, which leaves registers for modifiers
     block_k: int = 2 * GROUP_ROWS
     stages: int = 2
-    producer_registers: int = 24
-    consumer_registers: int = 240
+    producer_registers: int = BACKWARD_REGISTERS[0]
+    consumer_registers: int = BACKWARD_REGISTERS[1]
     deterministic: bool = False  # blocks add to dq in turns
     sum_digits: int = 0  # of gradients of operands that are summed in fixed point
     stores_gradients: bool = False  # those of operands are single terms, in the type of the result
@@ -224,7 +229,11 @@ class BackwardWgmma:
             sums
             + bias_bytes(self.bias_rows, self.block_k, self.bias_stages)
             + padded(
-                keys + self.stages * (queries + statistics) + gradients + self.exchanged_bytes + channels,
+                keys
+                + self.stages * (queries + statistics + TOLD_STEP_BYTES)
+                + gradients
+                + self.exchanged_bytes
+                + channels,
                 PANEL_ALIGNMENT,
             )
         )
@@ -285,14 +294,17 @@ def refusal(problem: Problem, device: Device, at: Mapping[str, Placed], for_back
 
 def unfit(problem: Problem, for_backward: bool) -> str | None:
     """Which modifiers the kernels have no code or no registers for, or None."""
-    sparse = [m.name for m in problem.modifiers if m.knows_tiles()]
-    if sparse and for_backward:
-        return f"its backward does not pass over the tiles that {', '.join(sparse)} hides"
     if problem.modifier("dropout"):
         return "it has no registers left to draw the random numbers of Dropout in"
     widest = max(problem.head_dim, problem.head_dim_v)
     sloped = [m for m in problem.modifiers if m.has_slope()]
     others = [m for m in problem.modifiers if m.kind in ("score", "mask") and m not in sloped]
+    hiding = [m for m in problem.modifiers if m.knows_tiles()]
+    if for_backward and hiding and problem.dtype == "float32":
+        return f"its backward of float32 does not pass over the tiles that {hiding[0].name} hides"
+    if for_backward and hiding and len(sloped) + len(others) > MAX_LOOKING_WHERE_HIDDEN:
+        called = [m.title if isinstance(m, Written) else m.name for m in (*sloped, *others) if m is not hiding[0]]
+        return f"its backward has no registers to pass over the tiles that {hiding[0].name} hides beside {', '.join(called)}"
     if for_backward and sloped and (others or keeps_scores(problem)) and widest > 96:
         called = [m.title if isinstance(m, Written) else m.name for m in (sloped[0], *others)]
         beside = f" beside {', '.join(called[1:])}" if others else " and the scores that its gradients depend on"
@@ -419,6 +431,8 @@ def backward(
         return replace(backward(without_bias(problem), shared_limit, aligned), bias_apart=True)
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
     widest = max(head_dim, head_dim_v)
+    looks = any(m.knows_tiles() for m in problem.modifiers)
+    producer, consumer = BACKWARD_REGISTERS_TO_LOOK if looks else BACKWARD_REGISTERS
     if widest > MAX_PAIRED:
         return BackwardWgmmaSplit(
             head_dim=head_dim,
@@ -427,6 +441,8 @@ def backward(
             block_q=GROUP_ROWS,
             late_dp=False,
             block_k=GROUP_ROWS,
+            producer_registers=producer,
+            consumer_registers=consumer,
         )
     itemsize = itemsize_of_gradient(problem, dbias, bias)
     rich = is_rich(without_bias(problem) if itemsize else problem)
@@ -443,6 +459,8 @@ def backward(
         holds_bias=bias == "row",
         returns_bias=bias == "blocks" and itemsize == 2,
         sums_bias=summed,
+        producer_registers=producer,
+        consumer_registers=consumer,
     )
     fits = replace(config, deterministic=deterministic).shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit
     spills = summed and rich and widest > PANEL_COLUMNS

@@ -17,18 +17,21 @@ from cuflash.schedules import mma
 from cuflash.variant import Variant
 from tests.cases import OPTIONS, Case
 from tests.emulator import EmulatedKernel, kernels
+from tests.emulator.build import EmulatorError
 from tests.emulator.kernels import backward, check, check_call, forward
+from tests.emulator.mutants import mutate
 from tests.emulator.test_mma import TILES, target_id
 from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
 from tests.emulator.test_simt import BACKWARD, FORWARD
 from tests.emulator.test_simt import tile as simt_tile  # noqa: F401 (a fixture)
 from tests.emulator.test_wgmma import hopper
 from tests.emulator.test_wgmma import tile as wgmma_tile  # noqa: F401 (a fixture)
+from tests.tolerance import Expectation
 
 #: small tiles: 32 x 16 forward and 32 x 32 backward for 16 bits, 16 x 32 and 16 x 16 for the others
 TARGETS = ((75, "float16"), (80, "bfloat16"), (100, "bfloat16"), (75, "float32"), (80, "float64"), (90, "float32"))
 targets = pytest.mark.parametrize("target", TARGETS, ids=target_id)
-#: and forward by wgmma, 128 x 32
+#: and by wgmma, 128 x 32 forward and 64 x 128 backward
 with_hopper = pytest.mark.parametrize("target", [*TARGETS, (90, "bfloat16")], ids=target_id)
 
 Pattern = Callable[[np.random.Generator, tuple[int, int, int]], np.ndarray]
@@ -130,9 +133,9 @@ def test_documents_with_blocks_lengths_and_a_mask(target: tuple[int, str]) -> No
     check_call(*made(target, chain, **changes), target[0])
 
 
-@targets
+@with_hopper
 def test_in_turns(target: tuple[int, str]) -> None:
-    """With deterministic=True every tile of keys has its turn: hidden tiles are visited, and change nothing."""
+    """Every tile of keys has its turn; hidden ones are visited and change nothing, or by wgmma are passed over."""
     ids = np.arange(103, dtype=np.int32) // 40
     chain = [BlockMask(PATTERNS["coarse"](np.random.default_rng(0), (4, 6, 7)), 16), Documents(ids[-85:], ids)]
     for causal, seeds in ((False, (0, 1, 2)), (True, (3, 4, 5))):
@@ -239,6 +242,108 @@ def test_hopper_does_not_read_what_is_hidden(kind: str) -> None:
         assert np.isnan(out[..., 128:256, :].astype(np.float64)).all()
         out[..., 128:256, :], lse[..., 128:256] = expectation.out[..., 128:256, :], expectation.lse[..., 128:256]
         expectation.check_forward(out, lse)
+
+
+# ---- the backward by wgmma ---------------------------------------------------------------------------------------------
+#: head sizes of its two schedules
+SCHEDULES = {"paired": 16, "split": 136}
+schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+#: tiles of 64 queries that see tiles of 128 or 64 keys: gaps of more than a warp looks at together, and a tile nobody sees
+TILES_SEEN = np.zeros((2, 36, 4), bool)
+TILES_SEEN[0, [0, 1, 3, 32, 35], 0] = TILES_SEEN[1, [0, 33, 35], 0] = TILES_SEEN[1, 5:15:3, 2] = True
+TILES_SEEN[0, [2, 4, 35], 2] = TILES_SEEN[1, 33, 3] = TILES_SEEN[0, 1, 3] = True
+
+
+def long_call(schedule: str, **options: Any) -> tuple[problem.Call, np.ndarray, np.ndarray]:
+    """Many tiles of queries of two heads that share their keys; the last tiles end early."""
+    keys = 128 if schedule == "paired" else 64
+    case = Case("long", "bfloat16", batch=(), heads_q=2, heads_k=1, seq_q=36 * 64 - 7, seq_k=4 * keys - 9, dlse=True)
+    arrays = replace(case, head_dim=SCHEDULES[schedule]).make()
+    call = problem.describe(*(arrays[n] for n in "qkv"), modifiers=[BlockMask(TILES_SEEN, (64, keys))], **options)
+    return call, arrays["dout"], arrays["dlse"]
+
+
+@schedules
+@pytest.mark.parametrize("causal", [False, "top_left"], ids=["full", "causal"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "in turns"])
+def test_hopper_passes_over_long_gaps(schedule: str, causal: bool, deterministic: bool) -> None:
+    """In turns three blocks run at a time, so that whoever does not wait adds out of turn."""
+    call, dout, dlse = long_call(schedule, causal=causal)
+    out, lse = forward(call, 90, 0)
+    expectation, found = Expectation(call, dout, dlse), set()
+    for seed in range(3):
+        options = {"deterministic": deterministic, "residents": 3 if deterministic else 1}
+        gradients = backward(call, out, lse, dout, dlse, 90, seed, requested="wgmma", **options)
+        expectation.check_backward(gradients)
+        keys = 128 if schedule == "paired" else 64
+        assert not any(x[:, keys : 2 * keys].any() for x in (gradients.dk, gradients.dv))
+        found.add(b"".join(x.tobytes() for x in gradients))
+    assert not deterministic or len(found) == 1
+
+
+@schedules
+def test_hopper_does_not_read_what_is_hidden_backward(schedule: str) -> None:
+    """NaN in a tile of keys, and in one of queries, reaches what sees them and nothing else, with turns and without."""
+    blocks = np.array([[1, 0], [1, 1], [0, 1], [1, 0]], bool)
+    case = Case("hidden", "bfloat16", batch=(), heads_q=1, heads_k=1, seq_q=256, seq_k=256)
+    arrays = replace(case, head_dim=SCHEDULES[schedule]).make()
+    q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
+    chain = [BlockMask(blocks, (64, 128))]
+    clean = problem.describe(q, k.copy(), v.copy(), modifiers=chain)
+    out, lse = forward(clean, 90, 0)
+    want = backward(clean, out, lse, dout, None, 90, 0, requested="wgmma")
+    k[:, 128:] = v[:, 128:] = np.nan
+    dirty = problem.describe(q, k, v, modifiers=chain)
+    for seed, deterministic in product(range(3), (False, True)):
+        got = backward(dirty, out, lse, dout, None, 90, seed, requested="wgmma", deterministic=deterministic)
+        dq = got.dq.astype(np.float64)
+        assert np.isnan(dq[:, 64:192]).all()
+        assert all_close(dq[:, [*range(64), *range(192, 256)]], want.dq[:, [*range(64), *range(192, 256)]])
+        assert all(all_close(x[:, :128], y[:, :128]) for x, y in ((got.dk, want.dk), (got.dv, want.dv)))
+
+
+#: schedule, what is wrong, text and what takes its place
+HOPPER_BUGS = [
+    ("paired", "a step too far is found", "return index + __ffs(int(rest)) - 1;", "return index + __ffs(int(rest));"),
+    ("paired", "all lanes look at one step", "const int own = index + int(threadIdx.x) % 32;", "const int own = index;"),
+    ("paired", "what was seen is taken for what comes", "      index = first + 32;\n", "      index = first + 33;\n"),
+    ("paired", "every tile is in the first head", "head_tiles += heads * (p.rows_padded / Config::kBlockQ);\n    tile +=", "tile +="),
+    ("paired", "the step in the other slot is told", "channels.tell(cursor.slot,", "channels.tell(cursor.slot ^ 1,"),
+    ("paired", "the last step is not told", "walk.ends()}); });", "0}); });"),
+    ("paired", "nobody is told that there is no step", "      mbarrier_arrive(cursor.full(channels.queries));\n", ""),
+    ("paired", "what is told is a step", "none.tile = -1;", "none.tile = 0;"),
+    ("paired", "a step is told while another is read", "    cursor.wait_empty(channels.queries);\n", ""),
+    ("paired", "dQ of a step is added to that of the next",
+     "before = at.step(shared.channels, slot).number();", "before = at.step(shared.channels, slot ^ 1).number();"),
+    ("paired", "every tile is open", "return kPassesOver ? channels.heard(slot).open >> part & 1", "return kPassesOver ? true"),
+    ("paired", "all wait for the tile before, though it is hidden", "if (lookout.marks(index) >> kParts & 1) return own_tile();",
+     "return own_tile();"),
+    ("paired", "all wait for the first tile", "return own_tile() - hidden;", "return first;"),
+    ("paired", "the steps of one thread are the other's", "if (count % 2 != slot) continue;", "if (count % 2 == slot) continue;"),
+    ("split", "the step of another turn", "turn_before = turn;", "turn_before = 0;"),
+    ("split", "the step before is told again", "rest = at.is_last(shared.channels, cursor.slot) ? 1 : 2;", "rest = at.is_last(shared.channels, cursor.slot ^ 1) ? 1 : 2;"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", HOPPER_BUGS, ids=lambda bug: f"{bug[0]}-{bug[1]}".replace(" ", "_"))
+def test_bug_of_hopper_is_noticed(bug: tuple[str, str, str, str]) -> None:
+    schedule, description, old, new = bug
+    call, dout, dlse = long_call(schedule, causal="top_left")
+    out, lse = forward(call, 90, 0)
+    expectation = Expectation(call, dout, dlse)
+
+    def text(variant: Variant) -> str:
+        whole = source.build(variant)
+        count = whole.count(old)
+        return mutate(whole, old, new, count) if variant.kernel.startswith("backward_wgmma") else whole
+
+    for seed, deterministic in product(range(6), (True, False)):
+        options = {"requested": "wgmma", "deterministic": deterministic, "residents": 3}
+        try:
+            expectation.check_backward(backward(call, out, lse, dout, dlse, 90, seed, text=text, **options))
+        except (AssertionError, EmulatorError):
+            return
+    pytest.fail(f"nobody noticed that {description}")
 
 
 def all_close(x: np.ndarray, y: np.ndarray) -> bool:

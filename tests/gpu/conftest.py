@@ -20,7 +20,7 @@ ROOT = HERE.parent.parent
 #: reasons for which an array has no tensor map
 WITHOUT_MAP = (
     "^rows of d?. are not|^rows of d?out are not|has a stride of|cannot be merged into one|an array is empty|no tile of"
-    "|does not pass over the tiles|no room for the slopes|random numbers of Dropout"
+    "|no registers to pass over the tiles|no room for the slopes|random numbers of Dropout"
 )
 #: what float32 on tensor cores leaves to plain float32, which takes it as a kind of its own; the last is decoding
 OF_SPLIT = "packed|forward mode|float32 is not among its dtypes"

@@ -167,8 +167,10 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
       }
     }
   };
-  // Where slopes or scores are kept, masks are asked before these take registers.
+  // Where slopes or scores are kept, masks are asked before these take registers; where whole tiles need no mask, the others are
+  // asked about both at once.
   constexpr bool kMarks = kSloped || kKept;
+  constexpr bool kTogether = Visibility::kClearsTiles && !kMarks;
   u32 masked[(Fragment::kSize + 31) / 32] = {};
   if constexpr (kMarks) for_each_masked([&](int i) { masked[i / 32] |= 1u << i % 32; });
   bool is_done = Score::kIdentity;
@@ -205,10 +207,14 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
     for (int i = 0; i < Fragment::kSize; ++i) {
       bool seen = ranges.contains(f, i);
       if constexpr (Visibility::kHasMask || !Score::kIdentity) seen &= At::q(f, corner, i) <= last_q;
+      if constexpr (kTogether) {
+        const Corner at = existing(i);
+        seen = seen && Visibility::visible(p, place, at.q, at.k);
+      }
       if (!seen) hide(i);
     }
   }
-  if constexpr (!kMarks) for_each_masked(hide);
+  if constexpr (!kMarks && !kTogether) for_each_masked(hide);
 }
 template <bool kWithSlope, class Fragment>
 __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlopes<Fragment>& slopes, const Fragment& f,
