@@ -220,6 +220,8 @@ def backward_refusal(problem: Problem, at: Mapping[str, Placed]) -> str | None:
             return f"its backward of float32 adds to no gradients of {modifier.name}"
         if isinstance(modifier, Written) and modifier.has_slope():
             return f"its backward of float32 does not take {modifier.title}, whose derivative nothing bounds"
+        if modifier.has_slope() and split.planes_of(problem) > 1:
+            return f"its backward of float32 has no room for the slopes of {modifier.name}"
     return wgmma.unfit(problem, True)
 
 

@@ -324,9 +324,7 @@ def weight(problem: Problem, bias: str = "") -> int:
 
 
 def most_keys(problem: Problem) -> int:
-    """Keys that one query sees, as far as intervals tell that are the same for every batch entry: of the first, the middle and
-    the last one the most.
-    """
+    """Keys that the first, the middle or the last query sees, whichever sees most, as far as the same intervals hold for all."""
     some = np.array([0, problem.seq_q // 2, max(problem.seq_q - 1, 0)])
     begin, end = np.zeros_like(some), np.full_like(some, problem.seq_k)
     tile = Tile(problem, {}, slice(0, problem.seq_q), slice(0, problem.seq_k))

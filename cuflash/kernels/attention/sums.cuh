@@ -66,14 +66,14 @@ template <> struct GradientSums<0> {
   static __device__ __forceinline__ void set(Sum* sum, Real x, Unit) { *sum = x; }
 };
 // Elements of single terms (kStoresGradients, generated), in the type of the result.
-struct GradientElements : GradientSums<0> {
-  typedef OutElement Sum;
+template <class T> struct GradientElements : GradientSums<0> {
+  typedef T Sum;
 
-  static __device__ __forceinline__ void set(Sum* to, Real x, Unit) { *to = Rounded<OutElement>::of(x); }
+  static __device__ __forceinline__ void set(Sum* to, Real x, Unit) { *to = Rounded<T>::of(x); }
   static __device__ __forceinline__ void add(Sum* to, Real x, Unit unit) { set(to, x, unit); }
 };
-template <bool kStores> struct GradientsOf { typedef GradientSums<kSumDigits> Sums; };
-template <> struct GradientsOf<true> { typedef GradientElements Sums; };
-typedef GradientsOf<kStoresGradients>::Sums OperandSums;
+template <bool kStores, class T> struct GradientsOf { typedef GradientSums<kSumDigits> Sums; };
+template <class T> struct GradientsOf<true, T> { typedef GradientElements<T> Sums; };
+typedef GradientsOf<kStoresGradients, OutElement>::Sums OperandSums;
 typedef OperandSums::Sum OperandSum;
 typedef OperandSums::Unit SumUnit;

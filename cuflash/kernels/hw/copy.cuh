@@ -15,13 +15,14 @@ template <int kRows, int kColumns, class Element> struct SharedTile {
 
 // The same tile in columns of 16 bits: pairs of smaller elements.
 template <class Tile> struct Pairs {
-  static constexpr int kPitch = Tile::kPitch / 2;
   Tile& tile;
   __device__ __forceinline__ void* at(int row, int column) const { return tile.at(row, 2 * column); }
 };
+template <class Tile> struct PitchedPairs : Pairs<Tile> { static constexpr int kPitch = Tile::kPitch / 2; };
 template <int kRows, int kColumns>
-__device__ __forceinline__ Pairs<SharedTile<kRows, kColumns, E4m3>> in_pairs(SharedTile<kRows, kColumns, E4m3>& tile) {
-  return {tile};
+__device__ __forceinline__ PitchedPairs<SharedTile<kRows, kColumns, E4m3>> in_pairs(
+    SharedTile<kRows, kColumns, E4m3>& tile) {
+  return {{tile}};
 }
 template <int kRows, int kColumns, class Element>
 __device__ __forceinline__ SharedTile<kRows, kColumns, Element>& in_pairs(SharedTile<kRows, kColumns, Element>& tile) {
