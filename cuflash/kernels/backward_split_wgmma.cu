@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
   if (threadIdx.x == 0) {
     set_work(p, shared.channels);
-    shared.channels.init(kWarps);
+    shared.channels.init(arrivals_of(kWarps));
     fence_mbarrier_init();
   }
   __syncthreads();

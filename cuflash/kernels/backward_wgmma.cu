@@ -395,10 +395,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   if constexpr (Config::kDeterministic) start_number(static_cast<u32*>(p.turns), &shared.channels.started);
   if (threadIdx.x == 0) {
     set_work(p, shared.channels);
-    shared.channels.init(kWarps);
-    shared.gradients.init(kGroups, kWarps);
+    shared.channels.init(arrivals_of(kWarps));
+    shared.gradients.init(kGroups, arrivals_of(kWarps));
     shared.channels.init_bias(kWarps);
-    if constexpr (Config::kDeterministic) shared.dq_sums.init(1, kWarps);
+    if constexpr (Config::kDeterministic) shared.dq_sums.init(1, arrivals_of(kWarps));
     fence_mbarrier_init();
   }
   __syncthreads();

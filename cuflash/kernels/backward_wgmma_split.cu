@@ -195,11 +195,13 @@ struct KeyConsumer : Consumer {
     p_cursor.advance();
     if constexpr (kAddsGradients) {  // no modifier has slopes or is asked for its scores (schedules/wgmma.py)
       const Step step = at.step(shared.channels, cursor.slot);
-      Place place = work.place;
+      const Work& told = shared.channels.work;  // no registers are left to keep it in
+      Place place = told.place;
       place.head = step.head;
-      const Corner corner{step.tile * Config::kBlockQ, work.keys.begin};
-      for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
-      add_score_gradients(s, ScoreSlopes<ScoreFragment>(), s_at, p, place, corner);
+      const Corner corner{step.tile * Config::kBlockQ, told.keys.begin};
+      const ScoreFragment here(warp_row(), 0, recomputed(threadIdx.x));
+      for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, here, view, p, place, corner); });
+      add_score_gradients(s, ScoreSlopes<ScoreFragment>(), here, p, place, corner);
     }
     gradients.pack<Element>(s);
     cursor.wait_empty(shared.gradients);
@@ -252,9 +254,9 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   if constexpr (Config::kDeterministic) start_number(static_cast<u32*>(p.turns), &shared.channels.started);
   if (threadIdx.x == 0) {
     set_work(p, shared.channels);
-    shared.channels.init(kGroups * kGroupWarps);
-    shared.probabilities.init(kGroupWarps, kGroupWarps);
-    shared.gradients.init(kGroups * kGroupWarps, kGroupWarps);
+    shared.channels.init(arrivals_of(kGroups * kGroupWarps));
+    shared.probabilities.init(arrivals_of(kGroupWarps), arrivals_of(kGroupWarps));
+    shared.gradients.init(arrivals_of(kGroups * kGroupWarps), arrivals_of(kGroupWarps));
     fence_mbarrier_init();
   }
   __syncthreads();

@@ -25,8 +25,8 @@ template <int kStages> struct BiasChannelsOf {
 
   // By one thread, before a barrier of the block; each of the warps gives back a slot, or makes its part of a gradient.
   __device__ __forceinline__ void init_bias(int warps) {
-    biases.init(Config::kReturnsBias ? 1 : warps);
-    gradients_of_bias.init(1, warps);
+    biases.init(Config::kReturnsBias ? 1 : arrivals_of(warps));
+    gradients_of_bias.init(1, arrivals_of(warps));
   }
 };
 template <> struct BiasChannelsOf<0> {

@@ -139,10 +139,13 @@ template <int kSlotCount> struct Channel {
   }
 };
 
-// One arrival for a whole warp, when all of its lanes are done.
+// One arrival for a whole warp, when all of its lanes are done.  A checker of races that does not follow __syncwarp wants every
+// lane to arrive (scripts/sanitize.py); `arrivals_of` tells what a channel then counts.
+constexpr u32 kArrivingLanes = 1;
+__device__ constexpr int arrivals_of(int warps) { return warps * int(kArrivingLanes); }
 __device__ __forceinline__ void arrive_by_warp(u32 barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+  if (threadIdx.x % 32 < kArrivingLanes) mbarrier_arrive(barrier);
 }
 template <class Slots> __device__ __forceinline__ void release_by_warp(Slots& channel, int slot) {
   arrive_by_warp(shared_address(&channel.empty[slot]));
