@@ -184,9 +184,14 @@ ACCURACY = {"seq_q": 2048, "factor": 1}  # and that of rows of the topic accurac
 SPEEDS = (
     ("h200-hopper", ("hopper", "halves")),
     ("h200-foundation", ("speed",)),
-    ("h200-precision", ("float32", "precision", "narrow")),
+    ("h200-precision", ("float32", "precision")),
+    ("h200-narrow", ("narrow",)),
 )
-ERRORS = (("h200-accuracy", ("accuracy",)), ("h200-precision", ("float32", "precision", "narrow")))
+ERRORS = (
+    ("h200-accuracy", ("accuracy",)),
+    ("h200-precision", ("float32", "precision")),
+    ("h200-narrow", ("narrow",)),
+)
 MEASURED_CAPABILITY = 90  # of the device on which they were
 
 
