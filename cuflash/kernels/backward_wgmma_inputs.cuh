@@ -2,6 +2,8 @@
 //
 // K and V of a block arrive once, queries with their statistics and dO through channels, in the order of the walk.
 #pragma once
+#include "hw/lookout.cuh"  // for the walk
+
 #include "attention/plane_units.cuh"
 #include "attention/softmax.cuh"
 #include "attention/walk.cuh"

@@ -48,6 +48,9 @@ def kernels_of(cases: tuple[Case, ...], arch: int) -> set[Variant]:
 
     for case in cases:
         check(replace(case, seq_q=1, seq_k=1), arch, (0,), text=remember)
+        if case.bias is not None:  # whose gradient is stored where it is not broadcast, else added up
+            for axes in ("bhqk", "1"):
+                check(replace(case, seq_q=2, seq_k=1, bias=axes), arch, (0,), text=remember)
     return found
 
 

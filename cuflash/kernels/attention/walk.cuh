@@ -4,7 +4,6 @@
 // them, 32 at a time.
 #pragma once
 #include "attention/mask.cuh"
-#include "hw/lookout.cuh"
 
 constexpr bool kPassesOver = Visibility::kHidesTiles;
 
