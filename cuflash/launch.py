@@ -380,8 +380,9 @@ def empty_statistics(call: Call, shapes: Mapping[str, tuple[int, ...]]) -> dict[
 def in_one_batch(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Contiguous copies, operands broadcast along the batch axes, so that these can be merged into one."""
     axes = len(problem.batch)
+    whole = {name: (*problem.batch, *x.shape[axes:]) for name, x in arrays.items()}
     return {
-        name: as_bytes(cupy.ascontiguousarray, cupy.broadcast_to(x, (*problem.batch, *x.shape[axes:])))
+        name: as_bytes(cupy.ascontiguousarray, x if x.shape == whole[name] else cupy.broadcast_to(x, whole[name]))
         for name, x in arrays.items()
     }
 
