@@ -362,8 +362,8 @@ HOPPER_MUTANTS: dict[str, tuple[str, str, Trial]] = {
         run_pack,
     ),
     "sums of segments overlap": (
-        "work.place.padded_row<Config::kBlockQ>() / Config::kBlockQ;\n  }\n  __device__ __forceinline__ void advance",
-        "0;\n  }\n  __device__ __forceinline__ void advance",
+        "work.place.padded_row<Config::kBlockQ>() / Config::kBlockQ;",
+        "0;",
         run_pack,
     ),
     "turns of half a segment": (
