@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -285,6 +286,8 @@ def matrix() -> list:
                         continue
                     if variant.dtype not in NARROW:
                         family = {86: 80, 89: 80}.get(family, family)
+                    if family in (75, 100, 120) and crc32(f"{variant.entry} {family}".encode()) % 2:
+                        continue  # half of the kernels that nobody has measured there
                     if variant.kernel.startswith(("backward_delta", "backward_convert", "hvp_delta", "split_")):
                         family = min(family, 80)  # these kernels have no instruction of their own
                         if not getattr(variant.config, "turns", 0):  # and look at no score
