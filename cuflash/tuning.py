@@ -250,20 +250,10 @@ FORWARD_WGMMA = (
     ForwardWgmmaTile(256, 128, 16, 2, 1, continuous=False),
 )
 
-# The same kernel with planes of float32 numbers, whose producer has to look up what they count.
+# The same kernel with planes of float32 numbers, whose producer has to look up what they count: other tiles for narrow heads.
 FORWARD_WGMMA_PLANE = (
     ForwardWgmmaTile(64, 192, 96, 4, 2, continuous=False, max_weight=7),
-    ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_keys=2048, max_weight=9),
-    ForwardWgmmaTile(128, 192, 80, 3, 1, continuous=False, max_weight=7),
-    ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_weight=9),
-    ForwardWgmmaTile(128, 128, 64, 3, 2, continuous=True, max_weight=40),
-    ForwardWgmmaTile(128, 128, 32, 4, 2, continuous=True),
-    ForwardWgmmaTile(192, 128, 96, 2, 1, continuous=False, max_weight=9),
-    ForwardWgmmaTile(192, 128, 64, 2, 1, continuous=False, max_weight=40),
-    ForwardWgmmaTile(192, 128, 32, 2, 1, continuous=False),
-    ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, max_weight=7),
-    ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False, max_weight=13),
-    ForwardWgmmaTile(256, 128, 16, 2, 1, continuous=False),
+    *(tile for tile in FORWARD_WGMMA if tile.max_head_dim >= 128 and tile[:3] != (192, 128, 128)),
 )
 
 # The same kernel where blocks of a bias come ahead of use; H200, 2026-11-30, bf16, B 4, H·d = 2048, S 4096: share of the speed

@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPe
           tile_is_open(p, place, {corner.q, corner.q + Config::kBlockQ}, {corner.k, corner.k + Config::kBlockK}));
 #pragma unroll
       for (int i = 0; i < ScoreFragment::kSize; ++i)
-        s[i] = exp2_f64(fma_of(s[i], p.softmax_scale, -shared.statistics[stage][s_at.column(i)].shift));
+        s[i] = probability_by(exp2_f64, s[i], shared.statistics[stage][s_at.column(i)].shift, p);
       mark_dropped<Config::kBlockQ % 16 == 0>(s, s_at, drop_key(p, place), p, corner);
       if (before >= 0) bar_sync(kPRead, Config::kThreads);
       with_kept(s, [&](const auto& weights) { store_rows_f64<ScoreFragment>(shared.p, warp_key, weights); });

@@ -210,44 +210,24 @@ struct Consumer {
     at.advance(p, work);
     cursor.advance();
   }
-
-  template <int kSize>
-  __device__ __forceinline__ void store(const View& to, float (&x)[kSize], PowerOfTwo unit, float scale, int columns,
-                                        bool pairs) const {
-    typedef MmaFragment<1, kSize / 4> Fragment;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) x[i] = unit.times(x[i]);
-    store_rows<Fragment>(x, Fragment(own_rows() + warp_row(), 0), matrix<float>(to, work.place.key_offset(to)),
-                         work.keys, {0, columns}, pairs, [&](int) { return scale; });
-  }
 };
-
-// Keys that no query sees may be anything, and must not meet a gradient of 0.
-__device__ __forceinline__ void await_planes(const Params& p, SharedStorage& shared, const Work& work) {
-  mbarrier_wait(shared_address(&shared.channels.keys.full[0]), 0);
-  if constexpr (Visibility::kNarrows) {
-    const Range alive = keys_seen_by_any(p, work.place, {0, p.seq_q});
-    if (work.keys.begin >= alive.begin && work.keys.end <= alive.end) return;
-    const Range rows{alive.begin - work.keys.begin, alive.end - work.keys.begin};
-    const int thread = int(threadIdx.x) - kWarpgroupThreads;
-#pragma unroll
-    for (int plane = 0; plane < kPlanes; ++plane) {
-      clear_rows_outside<kGroups * kWarpgroupThreads>(shared.k[plane], rows, thread);
-      clear_rows_outside<kGroups * kWarpgroupThreads>(shared.v[plane], rows, thread);
-    }
-    fence_proxy_async();
-    bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
-  }
-}
 
 __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, const Work& work, int group) {
   Consumer consumer(p, shared, work, group);
-  await_planes(p, shared, work);
+  constexpr int kThreads = kGroups * kWarpgroupThreads;
+  await_keys<kAllBarrier, kThreads>(p, shared.channels, work, [&](Range rows, int thread) {
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      clear_rows_outside<kThreads>(shared.k[plane], rows, thread);
+      clear_rows_outside<kThreads>(shared.v[plane], rows, thread);
+    }
+  });
 #pragma unroll 1
   for (int rest = work.steps; rest > 0; --rest) consumer.step();
   const GradientExponents exponent(p, work.place);
-  consumer.store(p.dv, consumer.dv, exponent.dv(), 1.f, p.head_dim_v, p.dv_vectors);
-  consumer.store(p.dk, consumer.dk, exponent.dk(), p.scale, p.head_dim, p.dk_vectors);
+  const int key = consumer.own_rows() + consumer.warp_row();
+  store_plane_gradient(p.dv, key, consumer.dv, exponent.dv(), 1.f, p.head_dim_v, p.dv_vectors, work);
+  store_plane_gradient(p.dk, key, consumer.dk, exponent.dk(), p.scale, p.head_dim, p.dk_vectors, work);
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(const __grid_constant__ Params p) {

@@ -295,17 +295,6 @@ struct Consumer {
   __device__ __forceinline__ void store(Tile& tile, const float (&x)[kSize], float scale, const TensorMap& map) const {
     store_gradient(tile, group * kWarpgroupRows, x, scale, map, p, shared.channels.work, kGroupBarrier + group);
   }
-  // float32 numbers go straight from registers into the array.
-  template <int kSize>
-  __device__ __forceinline__ void store(const View& to, float (&x)[kSize], PowerOfTwo unit, float scale, int columns,
-                                        bool pairs) const {
-    typedef MmaFragment<1, kSize / 4> Fragment;
-    const Work& done = shared.channels.work;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) x[i] = unit.times(x[i]);
-    store_rows<Fragment>(x, Fragment(warp_key(threadIdx.x), 0), matrix<OutElement>(to, done.place.key_offset(to)),
-                         done.keys, {0, columns}, pairs, [&](int) { return scale; });
-  }
 };
 
 // All consumers, when nobody reads queries any more: what no query of the tile's heads sees has a gradient of 0.
@@ -334,8 +323,11 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   [&](const auto& p) {
     if constexpr (kHasPlanes) {
       const GradientExponents exponent(p, shared.channels.work.place);
-      consumer.store(p.dv, consumer.dv, exponent.dv(), 1.f, p.head_dim_v, p.dv_vectors);
-      consumer.store(p.dk, consumer.dk, exponent.dk(), p.scale, p.head_dim, p.dk_vectors);
+      const int key = consumer.warp_key(threadIdx.x);
+      store_plane_gradient(p.dv, key, consumer.dv, exponent.dv(), 1.f, p.head_dim_v, p.dv_vectors,
+                           shared.channels.work);
+      store_plane_gradient(p.dk, key, consumer.dk, exponent.dk(), p.scale, p.head_dim, p.dk_vectors,
+                           shared.channels.work);
     } else {
       consumer.store(shared.in.v, consumer.dv, 1.f, p.dv_map);
       bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K

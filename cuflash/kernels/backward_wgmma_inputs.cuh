@@ -163,21 +163,27 @@ __device__ __forceinline__ bool is_told_any(InputChannels& channels) {
   return channels.heard(0).step.tile >= 0;
 }
 
-// All of them, before the walk: waits for K and V.  Keys that no query sees may be anything, and must not meet a gradient of 0.
-template <int kBarrier, int kThreads>
-__device__ __forceinline__ void await_keys(const Params& p, InputTiles& tiles, InputChannels& channels,
-                                           const Work& work) {
+// All of them, before the walk: waits for K and V.  Keys that no query sees may be anything, and must not meet a gradient of 0:
+// `clear(rows, thread)` makes zeros of what lies outside these rows.
+template <int kBarrier, int kThreads, class Clear>
+__device__ __forceinline__ void await_keys(const Params& p, InputChannels& channels, const Work& work, Clear clear) {
   mbarrier_wait(shared_address(&channels.keys.full[0]), 0);
   if constexpr (Visibility::kNarrows) {
     const Range alive = keys_seen_by_any(p, work.place, {0, work.place.seq_q(p)});
     if (work.keys.begin >= alive.begin && work.keys.end <= alive.end) return;
     const Range rows{alive.begin - work.keys.begin, alive.end - work.keys.begin};
-    const int thread = int(threadIdx.x) - kWarpgroupThreads;
-    clear_rows_outside<kThreads>(tiles.k, rows, thread);
-    clear_rows_outside<kThreads>(tiles.v, rows, thread);
+    clear(rows, int(threadIdx.x) - kWarpgroupThreads);
     fence_proxy_async();
     bar_sync(kBarrier, kThreads);
   }
+}
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void await_keys(const Params& p, InputTiles& tiles, InputChannels& channels,
+                                           const Work& work) {
+  await_keys<kBarrier, kThreads>(p, channels, work, [&](Range rows, int thread) {
+    clear_rows_outside<kThreads>(tiles.k, rows, thread);
+    clear_rows_outside<kThreads>(tiles.v, rows, thread);
+  });
 }
 
 // In place: scores -> P, a row per key; elements 4j .. 4j + 3 are two rows of the same two columns.
@@ -208,6 +214,16 @@ __device__ __forceinline__ void score_gradients_of(float (&s)[Fragment::kSize], 
   }
 }
 
+// One warp's dK or dV of products of planes, from row `key` of the block on: float32 numbers go straight into the array.
+template <int kSize>
+__device__ __forceinline__ void store_plane_gradient(const View& to, int key, float (&x)[kSize], PowerOfTwo unit,
+                                                     float scale, int columns, bool pairs, const Work& work) {
+  typedef MmaFragment<1, kSize / 4> Fragment;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) x[i] = unit.times(x[i]);
+  store_rows<Fragment>(x, Fragment(key, 0), matrix<OutElement>(to, work.place.key_offset(to)), work.keys, {0, columns},
+                       pairs, [&](int) { return scale; });
+}
 // One warpgroup's dK or dV: through the place of its own rows of the keys or values, from `row` on, into the array.
 template <class Tile, int kSize>
 __device__ __forceinline__ void store_gradient(Tile& tile, int row, const float (&x)[kSize], float scale,

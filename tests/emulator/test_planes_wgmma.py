@@ -23,7 +23,15 @@ from tests.cases import DROPOUT, OPTIONS, STRIDES, Case
 from tests.emulator import Mutant, examine, kernels
 from tests.emulator.kernels import SEEDS
 from tests.emulator.test_split import UNSUITED, decisions, scaled
-from tests.emulator.test_split_backward import clear_rows, grow_an_element, shrink_a_row, shrink_elements, spoiled
+from tests.emulator.test_split_backward import (
+    clear_rows,
+    grow_an_element,
+    in_magnitudes,
+    magnitudes,
+    shrink_a_row,
+    shrink_elements,
+    spoiled,
+)
 from tests.emulator.test_wgmma import hopper
 from tests.tolerance import Expectation
 
@@ -146,17 +154,9 @@ def test_empty(empty):
 
 
 # ---- values ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "factors", [(1e-12, 1e9, 1e-30, 1e25), (1e15, 1e-15, 1e20, 1e-35), (1, 1, 1e-20, 1e-8)], ids=str
-)
+@magnitudes
 def test_magnitudes(factors):
-    """Each array in a scale of its own; dS itself may be far from 1."""
-    made = Case("magnitudes", causal=True).make()
-    q, k, v, dout = (
-        (made[n] * np.float32(x)).astype(np.float32) for n, x in zip(("q", "k", "v", "dout"), factors, strict=True)
-    )
-    scale = float(0.25 / (np.float64(factors[0]) * factors[1]))
-    call = problem.describe(q, k, v, causal=True, scale=scale, precision="tf32")
+    call, dout = in_magnitudes(factors, precision="tf32")
     check_forward(call, (0,))
     check_backward(call, dout, (0, 1))
 

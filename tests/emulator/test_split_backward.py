@@ -164,17 +164,24 @@ def test_values(values):
     check(Case("values", values=values, causal=True, dlse=True), seeds=(0, 1))
 
 
-@pytest.mark.parametrize(
+magnitudes = pytest.mark.parametrize(
     "factors", [(1e-12, 1e9, 1e-30, 1e25), (1e15, 1e-15, 1e20, 1e-35), (1, 1, 1e-20, 1e-8)], ids=str
 )
-def test_magnitudes(factors):
-    """Each array in a scale of its own; dS itself may be far from 1."""
+
+
+def in_magnitudes(factors: tuple[float, ...], **options: Any) -> tuple[Call, np.ndarray]:
+    """A call and its dout, each array in a scale of its own; dS itself may be far from 1."""
     made = Case("magnitudes", causal=True).make()
     q, k, v, dout = (
         (made[n] * np.float32(x)).astype(np.float32) for n, x in zip(("q", "k", "v", "dout"), factors, strict=True)
     )
     scale = float(0.25 / (np.float64(factors[0]) * factors[1]))
-    call = problem.describe(q, k, v, causal=True, scale=scale)
+    return problem.describe(q, k, v, causal=True, scale=scale, **options), dout
+
+
+@magnitudes
+def test_magnitudes(factors):
+    call, dout = in_magnitudes(factors)
     assert np.isfinite(Expectation(call, dout).plain["dk"]).all()
     check_call(call, dout, None, seeds=(0, 1))
 

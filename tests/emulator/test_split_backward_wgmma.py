@@ -88,15 +88,9 @@ def test_values(values):
     check(Case("values", values=values, causal=True), (0, 1))
 
 
-@pytest.mark.parametrize(
-    "factors", [(1e-12, 1e9, 1e-30, 1e25), (1e15, 1e-15, 1e20, 1e-35), (1, 1, 1e-20, 1e-8)], ids=str
-)
+@test_split_backward.magnitudes
 def test_magnitudes(factors):
-    made = Case("magnitudes", causal=True).make()
-    q, k, v, dout = (
-        (made[n] * np.float32(x)).astype(np.float32) for n, x in zip(("q", "k", "v", "dout"), factors, strict=True)
-    )
-    check_call(problem.describe(q, k, v, causal=True, scale=float(0.25 / (np.float64(factors[0]) * factors[1]))), dout)
+    check_call(*test_split_backward.in_magnitudes(factors))
 
 
 def test_rows_and_heads_in_scales_of_their_own():

@@ -113,12 +113,16 @@ def with_dout(name: str, head_dim: int) -> tuple[np.ndarray, ...]:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", INPUTS)
 def test_as_exact_as_plain_float32(device: Device, name: str, head_dim: int) -> None:
+    check_exactness(device, "mma", name, head_dim)
+
+
+def check_exactness(device: Device, backend: str, name: str, head_dim: int) -> None:
     """The error may be five times that of plain float32, and beside it a few units in the last place of the largest value.
 
     Of normal numbers it is about the same; five times are those of scores in the hundreds, whose own rounding decides.
     """
     arrays = with_dout(name, head_dim)
-    split, plain = (errors(arrays, gradients(device, backend, arrays)) for backend in ("mma", "simt"))
+    split, plain = (errors(arrays, gradients(device, asked, arrays)) for asked in (backend, "simt"))
     unit = 2.0**-24
     for gradient in NAMES:
         (rms, largest), (plain_rms, plain_largest) = split[gradient], plain[gradient]

@@ -12,7 +12,7 @@ from tests.cases import OPTIONS, STRIDES, VALUES, Case
 from tests.emulator.test_planes_wgmma import taken
 from tests.gpu.device import DRY, Device, Kind, capable, check
 from tests.gpu.test_split import INPUTS, random
-from tests.gpu.test_split_backward import NAMES, errors, gradients, with_dout
+from tests.gpu.test_split_backward import NAMES, check_exactness, errors, gradients, with_dout
 
 WGMMA = Kind("numpy" if DRY else "wgmma", "float32")
 
@@ -63,15 +63,7 @@ def test_values(device: Device, values: str) -> None:
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_as_exact_as_plain_float32(device: Device, name: str) -> None:
-    """As test_split_backward.py has it of mma.sync."""
-    arrays = with_dout(name, 64)
-    split, plain = (errors(arrays, gradients(device, backend, arrays)) for backend in (WGMMA.backend, "simt"))
-    unit = 2.0**-24
-    for gradient in NAMES:
-        (rms, largest), (plain_rms, plain_largest) = split[gradient], plain[gradient]
-        times = 2 if name == "normal" else 5
-        assert (rms <= times * plain_rms + 4 * unit).all(), f"{gradient}: rms {rms}, plain {plain_rms}"
-        assert (largest <= times * plain_largest + 32 * unit).all(), f"{gradient}: {largest}, plain {plain_largest}"
+    check_exactness(device, WGMMA.backend, name, 64)
 
 
 def test_long_sums_are_not_truncated(device: Device) -> None:

@@ -322,6 +322,11 @@ template <int kRows> __device__ __forceinline__ RowStatistics statistics_of(cons
 template <int kLift = 0, class P> __device__ __forceinline__ Real probability(Real s, Real shift, const P& p) {
   return exp2_of(min_or_nan(fma_of(s, p.softmax_scale, -shift), Real(kLift)));
 }
+// The same by a function object that makes powers of two and knows none above 1 (hw/exp2_f64.cuh).
+template <class Exp2>
+__device__ __forceinline__ Real probability_by(const Exp2& exp2, Real s, Real shift, const Params& p) {
+  return exp2(fma_of(s, p.softmax_scale, -shift));
+}
 // P where a key that its query does not see weighs nothing even if the query's lse is NaN.
 __device__ __forceinline__ Real seen_probability(Real s, Real shift, const Params& p) {
   return s == -infinity<Real>() ? Real(0) : probability(s, shift, p);
