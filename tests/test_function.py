@@ -92,6 +92,25 @@ def test_what_is_compiled() -> None:
     assert source.build(variant_of(two)[0]).count('#line 1 "CudaFunction cap"') == 2
 
 
+def test_what_loops_is_called() -> None:
+    """Unless its author decided, and nothing else is."""
+    text = CudaFunction(
+        """
+        // Real for(Real s) { while (true) {} }
+        Real once(Real s) { return s < 0 ? Real(0) : s; }
+        Real often(Real s, int n) { for (int i = 0; i < n; ++i) { s = once(s); } return s; }
+        static inline Real
+        while_positive(Real s) { while (s > 0) s -= 1; return s; }
+        __forceinline__ Real pasted(Real s) { for (int i = 0; i < 2; ++i) s *= s; return s; }
+        Real last(Real forward) { return forward; }
+        """,
+        "often",
+    ).cuda("own")
+    assert text.count("__noinline__") == 2
+    assert "__noinline__ Real often" in text
+    assert "__noinline__ static inline Real\n" in text
+
+
 def test_without_twins_the_host_refuses_by_name() -> None:
     q, k, v = inputs()
     for own in (
@@ -216,8 +235,9 @@ def test_only_what_it_knows() -> None:
 
 @nvrtc.needed
 def test_variants_compile() -> None:
-    """In every kernel, without a warning."""
-    for target, dtype in ((80, "bfloat16"), (80, "float64")):
-        for variant in Entry(target, dtype, 64, 64, "function").variants():
+    """In every kernel, without a warning, a spill where a call saves registers, or a long wait."""
+    for target, dtype, backend in ((80, "bfloat16", ""), (80, "float64", ""), (90, "float16", "wgmma")):
+        for variant in Entry(target, dtype, 64, 64, "function", backend=backend).variants():
             report = nvrtc.compile_variant(variant, target)
-            assert not report.complaints, report
+            assert report.clean, report
+            assert len(report.cubin) < 200_000, "the assembler's time grows with more than this"

@@ -24,6 +24,8 @@ MAX_TEXT = 20000  # characters
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_FUNCTION = re.compile(r"((?:[A-Za-z_][\w:]*[\s*&]+)+)([A-Za-z_]\w*)\s*\(([^()]*)\)\s*\{")
+_LOOP = re.compile(r"\b(?:for|while|do|goto)\b")
 _QUALIFIERS = {"static", "inline", "constexpr", "const", "__device__", "__host__", "__forceinline__", "__noinline__"}
 
 
@@ -230,8 +232,15 @@ class CudaFunction:
         raise self.at(code, position, f"{what} {' '.join(kept) or 'of no type'}: must be Real, int or bool; {REAL}")
 
     def cuda(self, namespace: str) -> str:
-        """The text for a kernel's source; a compiler's messages name the function in place of a file."""
-        return f'namespace {namespace} {{\n#line 1 "{self.title}"\n{self.source}\n}}'
+        """The text for a kernel's source; a compiler's messages name the function in place of a file.
+
+        What loops is called, not pasted: a kernel calls it for each of the scores that a thread holds, and the assembler's time
+        grows with more than the length of what it is given (a loop of divisions took Hopper's backward four minutes).
+        """
+        text = self.source
+        for start in reversed(list(loops(self.code()))):
+            text = f"{text[:start]}__noinline__ {text[start:]}"
+        return f'namespace {namespace} {{\n#line 1 "{self.title}"\n{text}\n}}'
 
     # ---- the NumPy twins -------------------------------------------------------------------------------------------
     def check_twins(self, title: str) -> None:
@@ -254,15 +263,32 @@ class CudaFunction:
         return found.astype(types[kind], copy=False)
 
 
-def definitions(code: str) -> Iterator[tuple[str, str, str, int]]:
-    """Type, name, parameters and place of each function that is defined outside of others."""
+def functions_of(code: str) -> Iterator[re.Match[str]]:
+    """Each function that is defined outside of others, up to its brace: type, name and parameters."""
     outside, depth = [], 0
     for c in code:
         depth -= c == "}"
         outside.append(c if depth == 0 or c == "\n" else " ")
         depth += c == "{"
-    for found in re.finditer(r"((?:[A-Za-z_][\w:]*[\s*&]+)+)([A-Za-z_]\w*)\s*\(([^()]*)\)\s*\{", "".join(outside)):
+    yield from _FUNCTION.finditer("".join(outside))
+
+
+def definitions(code: str) -> Iterator[tuple[str, str, str, int]]:
+    """Type, name, parameters and place of each of them."""
+    for found in functions_of(code):
         yield found[1], found[2], found[3], found.start(2)
+
+
+def loops(code: str) -> Iterator[int]:
+    """Where each of them begins that has a loop, unless its author says whether it is to be inlined."""
+    for found in functions_of(code):
+        depth, end = 1, found.end()
+        while depth and end < len(code):
+            depth += (code[end] == "{") - (code[end] == "}")
+            end += 1
+        decided = {"__noinline__", "__forceinline__"} & set(found[1].split())
+        if not decided and _LOOP.search(code, found.end(), end):
+            yield found.start()
 
 
 _MESSAGE = re.compile(r"^(CudaFunction \w+)\((\d+)\): ((?:catastrophic )?error: .*)$", re.MULTILINE)
