@@ -651,6 +651,46 @@ def named_precisions(session: Session) -> None:
                     session.add("float32", "cuflash", **row, tflops=shape.operations(direction, causal) / ms / 1e9)
 
 
+def scaled(**factors: float) -> Callable[[dict[str, Array]], None]:
+    """Tensors times these factors, in their own memory."""
+    return lambda x: [x[name].mul_(factor) for name, factor in factors.items()] and None
+
+
+def one_dominant_key(x: dict[str, Array]) -> None:
+    x["q"].add_(1)
+    x["k"][..., -1, :].add_(3)
+
+
+#: float32 inputs in which planes of float16 might be felt, by what is done to normal ones
+INPUTS: dict[str, Callable[[dict[str, Array]], None]] = {
+    "normal": scaled(),
+    "queries x 10": scaled(q=10),
+    "queries x 100": scaled(q=100),
+    "all x 30": scaled(q=30, k=30, v=30),
+    "one dominant key": one_dominant_key,
+    "one sign": lambda x: [x[name].abs_() for name in "qkv"] and None,
+    "values x 1e-30": scaled(v=1e-30),
+    "keys, values x 1e30, others x 1e-30": scaled(q=1e-30, k=1e30, v=1e30, dout=1e-30),
+}
+
+
+def inputs(session: Session) -> None:
+    """Errors of float32 by each backend against float64, on inputs that planes of float16 might not suit."""
+    for head_dim, (name, change) in product((64, 128), INPUTS.items()):
+        shape = Shape(1, 4, 4, 2048, 2048, head_dim, head_dim)
+        common: Row = {"dtype": "float32", **asdict(shape), "causal": False, "inputs": name}
+        with session.part("inputs", "cuflash", **common):
+            data = Data.make(shape, "float32", with_tensors=True)
+            change(dict(zip(("q", "k", "v", "dout"), data.tensors, strict=True)))  # the same memory as the arrays'
+            exact = exact_results(data, causal=False)
+            for backend in ("simt", "mma", *(("wgmma",) if is_hopper() else ())):
+                for direction, call in zip(exact, own_calls(data, False, backend), strict=True):
+                    if is_taken(call):  # wgmma takes no wide heads in the backward
+                        found = call()[:1] if direction == "forward" else tuple(call())
+                        error = largest_difference(found, exact[direction])
+                        session.add("inputs", "cuflash", direction=direction, **common, backend=backend, error=error)
+
+
 def narrow_types(session: Session) -> None:
     """The forward of 8-bit inputs beside that of the same numbers in bfloat16, with errors of some rows against float64."""
     import cupy
@@ -1033,6 +1073,7 @@ SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[S
     "foundation": ((tensor_cores, wide_types, memory, host_time, first_call), (processor,)),
     "hopper": ((hopper, halves), ()),
     "accuracy": ((accuracy,), ()),
+    "inputs": ((inputs,), ()),
     "precision": ((wide_types, named_precisions, narrow_types), ()),
     "sparse": ((sparse,), (sparse_processor,)),
     "turns": ((turns,), ()),

@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -417,6 +418,19 @@ def side_by_side(rows: list[Row], kinds: dict[str, tuple[str, str | None]]) -> s
     return markdown(header, lines, left=4)
 
 
+def inputs(rows: list[Row]) -> str:
+    """Errors of float32 by each backend, by what was done to the inputs."""
+    named = list(dict.fromkeys(row["backend"] for row in rows))
+    columns = list(product(("forward", "backward"), named))
+    found = {(row["head_dim"], row["inputs"], row["direction"], row["backend"]): row["error"] for row in rows}
+    lines = []
+    for case in dict.fromkeys((row["head_dim"], row["inputs"]) for row in rows):
+        errors = [found.get((*case, *column)) for column in columns]
+        lines.append((*map(str, case), *("-" if error is None else f"{error:.1e}" for error in errors)))
+    titles = (f"{direction}, `{backend}`" for direction, backend in columns)
+    return markdown(("head size", "inputs", *titles), lines, left=2)
+
+
 def memory(rows: list[Row]) -> str:
     """Memory beyond the inputs."""
     lines = []
@@ -584,6 +598,7 @@ TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "precision": precision,
     "float32": float32,
     "narrow": narrow,
+    "inputs": inputs,
     "memory": memory,
     "host": host,
     "first call": first_call,

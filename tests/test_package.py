@@ -441,6 +441,15 @@ def test_bench_measures_modifiers(suite, monkeypatch):
     assert all(line.endswith("| 1.00 | 1.00 |") for line in lines[2:])
 
 
+def test_the_table_of_inputs_has_a_column_for_each_backend_and_direction():
+    row = {"head_dim": 64, "inputs": "normal", "direction": "forward"}
+    rows = [{**row, "backend": "simt", "error": 1e-7}, {**row, "backend": "mma", "error": 2e-7}]
+    rows.append({**row, "backend": "mma", "direction": "backward", "error": 3e-7})
+    lines = tables.TOPICS["inputs"](rows).splitlines()
+    assert lines[0] == "| head size | inputs | forward, `simt` | forward, `mma` | backward, `simt` | backward, `mma` |"
+    assert lines[2:] == ["| 64 | normal | 1.0e-07 | 2.0e-07 | - | 3.0e-07 |"]
+
+
 def test_pictures_are_drawn_from_what_is_measured(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is an optional extra")
     results = tmp_path / "lengths.json"

@@ -117,18 +117,17 @@ def test_as_exact_as_plain_float32(device: Device, name: str, head_dim: int) -> 
 
 
 def check_exactness(device: Device, backend: str, name: str, head_dim: int) -> None:
-    """The error may be five times that of plain float32, and beside it a few units in the last place of the largest value.
+    """The error may be twice that of plain float32, and beside it a few units in the last place of the largest value.
 
-    Of normal numbers it is about the same; five times are those of scores in the hundreds, whose own rounding decides.
+    It is mostly less; single numbers differ more (scripts/bench.py --suite inputs).
     """
     arrays = with_dout(name, head_dim)
     split, plain = (errors(arrays, gradients(device, asked, arrays)) for asked in (backend, "simt"))
     unit = 2.0**-24
     for gradient in NAMES:
         (rms, largest), (plain_rms, plain_largest) = split[gradient], plain[gradient]
-        times = 2 if name == "normal" else 5
-        assert (rms <= times * plain_rms + 4 * unit).all(), f"{gradient}: rms {rms}, plain {plain_rms}"
-        assert (largest <= times * plain_largest + 32 * unit).all(), f"{gradient}: {largest}, plain {plain_largest}"
+        assert (rms <= 2 * plain_rms + 4 * unit).all(), f"{gradient}: rms {rms}, plain {plain_rms}"
+        assert (largest <= 2 * plain_largest + 32 * unit).all(), f"{gradient}: {largest}, plain {plain_largest}"
 
 
 def test_long_sums_are_not_truncated(device: Device) -> None:
