@@ -312,7 +312,8 @@ def jvp(
         if not is_mergeable(problem, arrays):
             arrays = in_one_batch(problem, arrays)
         plan = plan_jvp(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
-        run(plan, arguments_of(call, arrays))
+        memory = workspace(plan)
+        run(plan, arguments_of(call, {**arrays, **memory}))
     return arrays["out"], arrays["out_tangent"], arrays["lse"], arrays["lse_tangent"]
 
 

@@ -144,7 +144,8 @@ def plan_forward(
     if "column_sums" in at:  # a pass over the scores that follows, because it needs lse
         columns = schedule.columns(problem, device.shared_limit, all(at[n].aligned(16, axes) for n in "qk"))
         steps.append(Step(Variant(columns.kernel, problem.dtype, names, columns), columns.blocks(problem)))
-    planned = checked(*steps)
+    ahead, ahead_bytes = looking_ahead(problem, names, "forward")
+    planned, passes_bytes = checked(*ahead, *steps), {**passes_bytes, **ahead_bytes}
     values = {
         **common_values(problem, getattr(config, "bias_apart", False)),
         "out_vectors": vectors(at["out"], axes),
@@ -160,6 +161,14 @@ def plan_forward(
 def steps_of(problem: Problem, names: tuple[str, ...], *configs: Config) -> list[Step]:
     """Launches of kernels with these modifiers."""
     return [Step(variant_of(problem, names, c), c.blocks(problem)) for c in configs]
+
+
+def looking_ahead(problem: Problem, names: tuple[str, ...], direction: str) -> tuple[list[Step], dict[str, int]]:
+    """What kernels that pass over hidden tiles need to know before they start: launches, and bytes by field name."""
+    if problem.modifier("documents") is None:
+        return [], {}
+    first = rows.DocumentBounds(direction)
+    return steps_of(problem, names, first), {"document_bounds": first.bytes_of(problem)}
 
 
 def variant_of(problem: Problem, names: tuple[str, ...], config: Config) -> Variant:
@@ -178,7 +187,9 @@ def plan_jvp(
     axes = len(problem.out_shape)
     moving = [name for n in "qkv" for name in (n, f"{n}_tangent") if name in at]
     config = backend.schedule.jvp(problem, device.shared_limit, all(at[name].aligned(16, axes) for name in moving))
-    step = Step(Variant(config.kernel, problem.dtype, chain_names(problem), config), grid(config, problem, device))
+    names = chain_names(problem)
+    step = Step(Variant(config.kernel, problem.dtype, names, config), grid(config, problem, device))
+    ahead, ahead_bytes = looking_ahead(problem, names, "jvp")
     values = {
         **common_values(problem),
         "out_vectors": vectors(at["out"], axes),
@@ -186,7 +197,8 @@ def plan_jvp(
         "section": order.section(problem, device.cache_bytes),
     }
     template, offsets = pack("jvp", problem, at, values)
-    return Plan(problem, device, backend.name, reasons, checked(step), template, offsets)
+    steps = checked(*ahead, step)
+    return Plan(problem, device, backend.name, reasons, steps, template, offsets, passes_bytes=ahead_bytes)
 
 
 @lru_cache(maxsize=4096)
@@ -202,7 +214,8 @@ def plan_hvp(
     names = chain_names(problem)
     configs = [rows.hvp_delta(problem)]
     configs += [backend.schedule.hvp(problem, device.shared_limit, aligned, owns_keys) for owns_keys in (True, False)]
-    steps = checked(*steps_of(problem, names, *configs))
+    ahead, ahead_bytes = looking_ahead(problem, names, "hvp")
+    steps = checked(*ahead, *steps_of(problem, names, *configs))
     values = {
         **common_values(problem),
         "section": order.section(problem, device.cache_bytes),
@@ -211,7 +224,17 @@ def plan_hvp(
     template, offsets = pack("hvp", problem, at, values)
     lines = problem.batch_size * problem.heads_q * problem.seq_q
     statistics_bytes = 4 * np.dtype(problem.accumulator).itemsize * lines
-    return Plan(problem, device, backend.name, reasons, steps, template, offsets, statistics_bytes=statistics_bytes)
+    return Plan(
+        problem,
+        device,
+        backend.name,
+        reasons,
+        steps,
+        template,
+        offsets,
+        statistics_bytes=statistics_bytes,
+        passes_bytes=ahead_bytes,
+    )
 
 
 def grid(config: Config, problem: Problem, device: Device) -> int:
@@ -290,7 +313,8 @@ def plan_backward(
         around = rows.BackwardBounds(), rows.BackwardSums(main.sum_digits)
         before_all, after_all = steps_of(problem, names, *around)
         steps = [before_all, *steps, after_all]
-    planned = checked(*steps)
+    ahead, ahead_bytes = looking_ahead(problem, names, "backward")
+    planned = checked(*ahead, *steps)
     variant = variant_of(problem, names, main)
     values = {
         **common_values(problem, apart),
@@ -314,7 +338,7 @@ def plan_backward(
         dq_sum_bytes=real * lines * main.dq_width,
         turns_bytes=4 * counters,
         bounds_bytes=BOUNDS_BYTES * (problem.batch_size + 1) if main.sum_digits else 0,
-        passes_bytes=split_bytes,
+        passes_bytes={**split_bytes, **ahead_bytes},
         overwritten=frozenset({"dbias"} if getattr(main, "returns_bias", False) else ()),
     )
 

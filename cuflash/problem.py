@@ -274,8 +274,6 @@ def describe(
     if scales is not None and (factor := scales.logit_scale) != 1:
         problem = replace(problem, scale=finite("scale times q_scale and k_scale", problem.scale * factor, dtype))
     operands = {name: operand(m, name, x, problem) for m in chain for name, x in m.arrays().items()}
-    for m in chain:
-        operands |= m.derived(operands)
     return Call(problem, q, k, v, operands, {name: x for m in chain for name, x in m.numbers().items()})
 
 

@@ -73,7 +73,8 @@ class Variant:
 
     def constants(self) -> dict[str, int | bool]:
         """Constant name in CUDA -> value; the kernel checks its shared memory against `kSharedBytes` by static_assert."""
-        constants = {camel(f.name): getattr(self.config, f.name) for f in fields(self.config)}
+        given = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
+        constants = {camel(name): value for name, value in given.items() if not isinstance(value, str)}
         shared_bytes = self.config.shared_bytes(ITEMSIZE[self.dtype])
         return {**constants, "kThreads": self.config.threads, "kSharedBytes": shared_bytes}
 

@@ -12,7 +12,6 @@ import cuflash
 from cuflash import ArgumentError, BlockMask, Documents, arrays, numpy_backend, problem, reference
 from cuflash.modifiers import Tile
 from cuflash.modifiers.blocks import POSITION_BITS, division
-from cuflash.modifiers.documents import GRANULE, bounds
 
 HEADS, SEQ_Q, SEQ_K = 4, 50, 70
 
@@ -132,19 +131,6 @@ def test_what_is_said_of_a_tile_is_true(name: str) -> None:
                 assert hidden != clear
             said |= {word for word, is_so in (("hidden", hidden), ("clear", clear)) if is_so}
     assert said >= ({"clear"} if name == "one document" else {"hidden", "clear"})
-
-
-def test_granules_bound_their_ids() -> None:
-    for seq in (0, 1, GRANULE - 1, GRANULE, GRANULE + 1, 5 * GRANULE + 3):
-        ids = np.random.default_rng(seq).integers(-(1 << 31), 1 << 31, (2, 1, seq)).astype(np.int32)
-        found = bounds(ids)
-        assert found.shape == (2, 1, -(-seq // GRANULE), 2)
-        assert found.dtype == np.int32
-        for n in range(found.shape[2]):
-            part = ids[..., n * GRANULE : (n + 1) * GRANULE]
-            np.testing.assert_array_equal(found[..., n, 0], part.min(axis=-1))
-            np.testing.assert_array_equal(found[..., n, 1], part.max(axis=-1))
-    assert bounds(np.zeros((0, 1, 100), np.int32)).shape == (0, 1, 4, 2)
 
 
 def test_division_is_exact_for_every_position() -> None:

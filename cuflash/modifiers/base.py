@@ -151,10 +151,6 @@ class Modifier:
         """Axes that an array operand may have; each may also be of length 1."""
         return ("heads_q", problem.heads_q), ("seq_q", problem.seq_q), ("seq_k", problem.seq_k)
 
-    def derived(self, operands: Mapping[str, Any]) -> dict[str, Any]:
-        """Further operands, computed from the checked ones by array operations."""
-        return {}
-
     def gradient_terms(self, shape: tuple[int, ...], problem: Problem) -> tuple[int, ...]:
         """Shape of what a backward computes of an operand's gradient, for an operand of this shape; the rest is sums."""
         return shape

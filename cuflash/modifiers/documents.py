@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from cuflash.modifiers.base import Array, Axes, Kind, Modifier, Tile, array_field, device_of, module_of
+from cuflash.modifiers.base import Array, Axes, Kind, Modifier, Tile, array_field
 
 if TYPE_CHECKING:
     from cuflash.problem import Problem
@@ -52,35 +49,50 @@ class Documents(Modifier):
     fields: ClassVar[tuple[tuple[str, str], ...]] = (
         ("View", "document_q"),
         ("View", "document_k"),
-        ("View", "document_bounds_q"),
-        ("View", "document_bounds_k"),
+        ("Pointer", "document_bounds"),  # kernels/document_bounds.cu, of each batch entry, first those of the queries
     )
     cuda: ClassVar[str] = """
 struct Documents {
   static constexpr int kGranule = GRANULE;
+  struct Ids {
+    int least, most;
+    __device__ __forceinline__ void add(int id) {
+      least = min(least, id);
+      most = max(most, id);
+    }
+  };
+  static __device__ __forceinline__ Ids no_ids() { return {0x7fffffff, -0x7fffffff - 1}; }
+
+  // Granules of one side, and of both sides of a batch entry.
+  static __device__ __forceinline__ int granules_of(int length) { return tiles_of(length, kGranule); }
+  static __device__ __forceinline__ int granules(const Params& p) { return granules_of(p.seq_q) + granules_of(p.seq_k); }
 
   static __device__ __forceinline__ bool visible(const Params& p, const Place& place, int q, int k) {
     return *element_at<int>(p.document_q, place.offset(p.document_q), q, 0) ==
            *element_at<int>(p.document_k, place.offset(p.document_k), 0, k);
   }
-  struct Ids { int least, most; };
-  static __device__ __forceinline__ Ids ids_of(const View& bounds, const Place& place, Range positions) {
-    const int* of = static_cast<const int*>(bounds.data) + place.offset(bounds);
-    Ids ids{0x7fffffff, -0x7fffffff - 1};
+  static __device__ __forceinline__ Ids ids_of(const Ids* bounds, Range positions) {
+    Ids ids = no_ids();
 #pragma unroll 1
     for (int granule = positions.begin / kGranule; granule <= (positions.end - 1) / kGranule; ++granule) {
-      ids.least = min(ids.least, of[granule * bounds.row]);
-      ids.most = max(ids.most, of[granule * bounds.row + bounds.column]);
+      const Ids own = bounds[granule];
+      ids.add(own.least);
+      ids.add(own.most);
     }
     return ids;
   }
+  struct Sides { Ids q, k; };
+  static __device__ __forceinline__ Sides sides_of(const Params& p, const Place& place, Range queries, Range keys) {
+    const Ids* bounds = static_cast<const Ids*>(p.document_bounds) + i64(place.entry(p)) * granules(p);
+    return {ids_of(bounds, queries), ids_of(bounds + granules_of(p.seq_q), keys)};
+  }
   static __device__ __forceinline__ bool tile_is_hidden(const Params& p, const Place& place, Range queries, Range keys) {
-    const Ids q = ids_of(p.document_bounds_q, place, queries), k = ids_of(p.document_bounds_k, place, keys);
-    return q.most < k.least || k.most < q.least;
+    const Sides ids = sides_of(p, place, queries, keys);
+    return ids.q.most < ids.k.least || ids.k.most < ids.q.least;
   }
   static __device__ __forceinline__ bool tile_is_clear(const Params& p, const Place& place, Range queries, Range keys) {
-    const Ids q = ids_of(p.document_bounds_q, place, queries), k = ids_of(p.document_bounds_k, place, keys);
-    return q.least == k.most && q.most == k.least;  // one id on both sides
+    const Sides ids = sides_of(p, place, queries, keys);
+    return ids.q.least == ids.k.most && ids.q.most == ids.k.least;  // one id on both sides
   }
 };
 """.replace("GRANULE", str(GRANULE))
@@ -96,12 +108,6 @@ struct Documents {
         if operand == "document_q":
             return None, ("seq_q", problem.seq_q), None
         return None, None, ("seq_k", problem.seq_k)
-
-    def derived(self, operands: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "document_bounds_q": bounds(operands["document_q"][..., 0]),
-            "document_bounds_k": bounds(operands["document_k"][..., 0, :]),
-        }
 
     def visible(self, tile: Tile) -> Array:
         same: Array = tile.part("document_q") == tile.part("document_k")
@@ -119,18 +125,3 @@ struct Documents {
 def extremes(ids: Array) -> tuple[Array, Array]:
     """Smallest and largest id of one side of a tile, for each batch entry."""
     return ids.min(axis=(-2, -1)), ids.max(axis=(-2, -1))
-
-
-def bounds(ids: Any) -> Any:
-    """Smallest and largest of each `GRANULE` neighbours: (..., seq) to (..., granules, 2)."""
-    *lead, seq = ids.shape
-    full = seq // GRANULE
-    with device_of(ids):
-        result = module_of(ids).empty((*lead, -(-seq // GRANULE), 2), np.int32)
-        for index, extreme in enumerate(("min", "max")):
-            if full and result.size:
-                granules = ids[..., : full * GRANULE].reshape(*lead, full, GRANULE)
-                result[..., :full, index] = getattr(granules, extreme)(axis=-1)
-            if full * GRANULE < seq and result.size:
-                result[..., full, index] = getattr(ids[..., full * GRANULE :], extreme)(axis=-1)
-    return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cuflash.modifiers.documents import GRANULE
 from cuflash.problem import Problem
 from cuflash.schedules.base import query_tiles, tiles
 
@@ -59,6 +60,32 @@ def delta(
         statistics_rows=statistics_rows,
         has_planes=has_planes,
     )
+
+
+@dataclass(frozen=True)
+class DocumentBounds:
+    """Constants of document_bounds.cu: a warp looks at a granule."""
+
+    kernel = "document_bounds"
+    threads = 256
+
+    direction: str  # of the kernels that follow, whose arguments it takes
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """None."""
+        return 0
+
+    def granules(self, problem: Problem) -> int:
+        """Those of both sides, in all batch entries."""
+        return problem.batch_size * (tiles(problem.seq_q, GRANULE) + tiles(problem.seq_k, GRANULE))
+
+    def blocks(self, problem: Problem) -> int:
+        """All granules."""
+        return tiles(self.granules(problem), self.threads // 32)
+
+    def bytes_of(self, problem: Problem) -> int:
+        """Memory of the smallest and the largest id of each."""
+        return 8 * self.granules(problem)
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,8 @@ def jvp(
     results |= {name: memory.output(problem.lse_shape, problem.accumulator, name) for name in ("lse", "lse_tangent")}
     arrays = planning.jvp_arrays(call, tangents, **results)
     plan = planning.plan_jvp.__wrapped__(problem, device, planning.places_of(problem, arrays), run.requested)
-    execute(plan, arrays, run, call)
+    workspace = {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}
+    execute(plan, {**arrays, **workspace}, run, call)
     memory.check()
     return tuple(x.copy() for x in results.values())  # type: ignore[return-value]
 

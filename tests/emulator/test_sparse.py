@@ -13,6 +13,7 @@ import pytest
 
 from cuflash import problem, source
 from cuflash.modifiers import BlockMask, Documents, KeyLengths, Modifier
+from cuflash.modifiers.documents import GRANULE
 from cuflash.schedules import mma
 from cuflash.variant import Variant
 from tests.cases import OPTIONS, Case
@@ -80,6 +81,37 @@ def made(target: tuple[int, str], chain: list[Modifier], **changes: Any) -> tupl
     options = {**arrays["options"], "modifiers": [*arrays["options"]["modifiers"], *chain]}
     call = problem.describe(arrays["q"], arrays["k"], arrays["v"], **options)
     return call, arrays["dout"], arrays["dlse"]
+
+
+# ---- what is known of granules -----------------------------------------------------------------------------------------
+def granules(ids: np.ndarray) -> list[list[int]]:
+    """Smallest and largest id of each."""
+    parts = np.split(ids, range(GRANULE, ids.size, GRANULE)) if ids.size else []
+    return [[int(part.min()), int(part.max())] for part in parts]
+
+
+@pytest.mark.parametrize("seq", [1, GRANULE - 1, GRANULE, GRANULE + 1, 5 * GRANULE + 3])
+@pytest.mark.parametrize("lead", [(), (1,), (3,)], ids=str)
+def test_granules_bound_their_ids(lead: tuple[int, ...], seq: int) -> None:
+    """Of each batch entry, the queries' before the keys'; ids lie together, far apart, or are the same for all entries."""
+    rng, seen = np.random.default_rng(seq), []
+    of_q = rng.integers(-(1 << 31), 1 << 31, (*lead, 2 * seq)).astype(np.int32)[..., ::2]
+    of_k = rng.integers(-(1 << 31), 1 << 31, (70,)).astype(np.int32)
+    arrays = Case("granules", "float16", batch=(3,), heads_q=2, heads_k=1, seq_q=seq, seq_k=70).make()
+    q, k, v = (arrays[name] for name in "qkv")
+    call = problem.describe(q, k, v, modifiers=[Documents(of_q, of_k)])
+    forward(call, 80, watch=lambda found: seen.append(found["document_bounds"].view(np.int32).reshape(3, -1, 2).copy()))
+    for entry, found in enumerate(seen[0]):
+        own = np.broadcast_to(of_q, (3, seq))[entry]
+        assert found.tolist() == granules(own) + granules(of_k)
+
+
+@pytest.mark.parametrize("seq", [(0, 40), (40, 0)], ids=str)
+def test_a_side_without_granules(seq: tuple[int, int]) -> None:
+    ids = [np.zeros(n, np.int32) for n in seq]
+    arrays = Case("none", "float16", batch=(1,), seq_q=seq[0], seq_k=seq[1]).make()
+    call = problem.describe(*(arrays[name] for name in "qkv"), modifiers=[Documents(*ids)])
+    check_call(call, arrays["dout"], None, 80, (0,))
 
 
 # ---- patterns ----------------------------------------------------------------------------------------------------------
