@@ -502,14 +502,19 @@ def native_packed(
 ) -> Packed:
     """The segments of packed sequences with native offsets, checked as far as the host knows their values."""
     packed = Packed()
-    native_q = native_offsets("q", offsets_q, maximum("max_seqlen_q", longest_q), total_q, home, packed)
-    native_k = native_offsets("k", offsets_k, maximum("max_seqlen_k", longest_k), total_k, home, packed)
+    native_q, _ = native_offsets("q", offsets_q, maximum("max_seqlen_q", longest_q), total_q, home, packed)
+    native_k, longest = native_offsets("k", offsets_k, maximum("max_seqlen_k", longest_k), total_k, home, packed)
     if native_q.shape != native_k.shape:
         raise ShapeError(
             f"cu_seqlens_q has shape {native_q.shape} and cu_seqlens_k {native_k.shape}: both must be (segments + 1,); a "
             "segment without queries or without keys has two equal offsets"
         )
-    return Packed(offsets_q=native_q, offsets_k=native_k, count=native_q.size - 1)
+    return Packed(offsets_q=native_q, offsets_k=native_k, count=native_q.size - 1, longest_k=rounded_length(longest))
+
+
+def rounded_length(longest: int) -> int:
+    """A length that is at least so much, one of few: plans and signatures depend on it."""
+    return 1 << max(longest - 1, 0).bit_length()
 
 
 def maximum(name: str, value: Any) -> int | None:
@@ -524,8 +529,11 @@ def maximum(name: str, value: Any) -> int | None:
     return number
 
 
-def native_offsets(side: str, x: Any, longest: int | None, total: int, home: Home, packed: Packed) -> Any:
-    """Offsets of one side as int32 where the call's arrays are; those of a device are read where `longest` is None."""
+def native_offsets(side: str, x: Any, longest: int | None, total: int, home: Home, packed: Packed) -> tuple[Any, int]:
+    """Offsets of one side as int32 where the call's arrays are, and the rows of the longest segment.
+
+    Those of a device are read where `longest` is None.
+    """
     name = f"cu_seqlens_{side}"
     x = modifier_array(name, x, home)
     if x.ndim != 1 or not x.size:
@@ -536,11 +544,12 @@ def native_offsets(side: str, x: Any, longest: int | None, total: int, home: Hom
     if on_host or longest is None:
         with device_of(x):
             values = x if on_host else x.get()  # waits for the device
-        check_offsets(name, values, total, longest, side)
-    return placed(packed, x.astype(np.int32), home, side) if on_host else x
+        longest = check_offsets(name, values, total, longest, side)
+    return placed(packed, x.astype(np.int32), home, side) if on_host else x, longest or 0
 
 
-def check_offsets(name: str, offsets: np.ndarray[Any, Any], total: int, longest: int | None, side: str) -> None:
+def check_offsets(name: str, offsets: np.ndarray[Any, Any], total: int, longest: int | None, side: str) -> int:
+    """The rows of the longest segment; raises for offsets that mean nothing."""
     values = offsets.astype(np.int64)
     if values[0] != 0:
         raise ArgumentError(f"{name} starts with {values[0]}: must start with 0, the first row of the first segment")
@@ -557,6 +566,7 @@ def check_offsets(name: str, offsets: np.ndarray[Any, Any], total: int, longest:
         raise ArgumentError(
             f"max_seqlen_{side}={longest}: the longest segment of {name} has {lengths.max()} rows; pass at least that, or None"
         )
+    return int(lengths.max(initial=0))
 
 
 def modifier_array(name: str, x: Any, home: Home) -> Any:

@@ -22,6 +22,8 @@ from cuflash.place import Placed, address, compact, merged_batch, placed
 from cuflash.problem import Call, Problem, operand_title
 from cuflash.schedules import order, rows, split, split_wgmma, wgmma
 from cuflash.schedules.base import Config
+from cuflash.schedules.lists import SegmentLists
+from cuflash.schedules.mma import BackwardConvert
 from cuflash.schedules.steps import ForwardValues
 from cuflash.tensormap import TensorMap
 from cuflash.variant import ITEMSIZE, Variant
@@ -128,6 +130,19 @@ def plan_forward(
     variant = variant_of(problem, names, config)
     steps = [Step(variant, grid(config, problem, device))]
     passes_bytes: Mapping[str, int] = {}
+    of_segments: Mapping[str, int] = {}
+    other: Any = None
+    if problem.is_packed and schedule is wgmma:
+        lists = SegmentLists("forward", of_keys=False, tile=config.block_q)
+        if found := wgmma.forward_of_long(problem, device.shared_limit):
+            other, (long, most) = config, found
+            lists = replace(lists, long_tile=long.block_q, most_keys=most)
+            config = replace(long, segment_list=1)
+            variant = variant_of(problem, names, config)
+            steps.insert(0, Step(variant, grid(config, problem, device)))
+        steps[:0] = steps_of(problem, names, lists)
+        passes_bytes = {"segment_lists": lists.bytes_of(problem)}
+        of_segments = {"listed_tiles": lists.room(problem)}
     if planes := getattr(config, "planes", 0):
         before = split.splitting(problem, planes, aligned)
         rest = split.rest(problem, device.shared_limit, aligned, config)
@@ -151,10 +166,11 @@ def plan_forward(
         "out_vectors": vectors(at["out"], axes),
         "section": order.section(problem, device.cache_bytes),
         **of_values,
+        **of_segments,
     }
     with_statistics = any(name in at for name in abi.STATISTICS)
     template, offsets = pack("forward", problem, at, values, variant.maps, with_statistics)
-    maps = tensor_maps(variant, problem, at)
+    maps = tensor_maps(variant, problem, at, other)
     return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps, passes_bytes=passes_bytes)
 
 
@@ -243,11 +259,18 @@ def grid(config: Config, problem: Problem, device: Device) -> int:
     return min(blocks, device.multiprocessors) if getattr(config, "persistent", False) else blocks
 
 
-def tensor_maps(variant: Variant, problem: Problem, at: Mapping[str, Placed]) -> tuple[TensorMap, ...]:
-    """Maps of the arrays that a kernel reaches through them."""
+def tensor_maps(
+    variant: Variant, problem: Problem, at: Mapping[str, Placed], other: Any = None
+) -> tuple[TensorMap, ...]:
+    """Maps of the arrays that a kernel reaches through them; in front of them those of another kernel's config."""
     if getattr(variant.config, "planes", 0) and variant.maps:
         return split_wgmma.maps(problem, variant.config)
-    return tuple(map_of(name, problem, at[name], variant.config) for name in variant.maps)
+    names = [name for name in variant.maps if not name.startswith(tensormap.OTHER)]
+    own = tuple(map_of(name, problem, at[name], variant.config) for name in names)
+    if other is None:
+        return own
+    others = (map_of(name, problem, at[name], other) for name in names)
+    return (*(replace(of, array=tensormap.OTHER + of.array, memory=of.array) for of in others), *own)
 
 
 def map_of(name: str, problem: Problem, place: Placed, config: Any) -> TensorMap:
@@ -301,8 +324,16 @@ def plan_backward(
         delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks, sum_digits=main.sum_digits)
         counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
     convert = schedule.convert(problem, main)
+    if problem.is_packed and isinstance(convert, BackwardConvert):
+        delta = replace(delta, sum_warps=convert.warps, sum_warp_columns=convert.dq_warp_columns)
     names = chain_names(problem)
     steps, split_bytes = steps_of(problem, names, delta, main, convert), {}
+    of_segments: Mapping[str, int] = {}
+    if problem.is_packed and schedule is wgmma:
+        lists = SegmentLists("backward", of_keys=True, tile=main.block_k)
+        steps[:0] = steps_of(problem, names, lists)
+        split_bytes = {"segment_lists": lists.bytes_of(problem)}
+        of_segments = {"listed_tiles": lists.room(problem)}
     if planes := getattr(main, "planes", 0):
         before = split.splitting(problem, planes, aligned, backward=True, grouped=has_planes)
         rest = schedule.backward_rest(problem, device.shared_limit, aligned, main)
@@ -322,6 +353,7 @@ def plan_backward(
         "dq_width": main.dq_width,
         "section": order.section(problem, device.cache_bytes, backward=True, deterministic=deterministic),
         **{f"{name}_vectors": vectors(at[name], axes) for name in ("dq", "dk", "dv")},
+        **of_segments,
     }
     template, offsets = pack("backward", problem, at, values, variant.maps)
     real = np.dtype(problem.accumulator).itemsize

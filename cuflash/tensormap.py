@@ -34,6 +34,7 @@ ELEMENTS = {
 SWIZZLE_NONE, SWIZZLE_128B, PROMOTION_L2_128B = 0, 3, 2
 MAX_STRIDE = 1 << 40
 ARRAYS = ("q", "k", "v", "out", "dout", "dk", "dv")  # those that kernels reach through maps
+OTHER = "other_"  # in front of the name of an array that another kernel reaches through a map of its own
 _VALUE_WIDE = ("v", "out", "dout", "dv")  # arrays of head_dim_v columns
 
 

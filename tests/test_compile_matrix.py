@@ -191,6 +191,7 @@ def entries() -> Iterator[Entry]:
         yield replace(hopper("bfloat16", (size, size), "shared-bias"), deterministic=True)
     for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)):
         yield hopper("bfloat16", sizes, "packed")
+        yield hopper("bfloat16", sizes, "packed-causal", LONG)
         yield replace(hopper("bfloat16", sizes, "packed-causal"), deterministic=True)
     for dtype, size, option in (("bfloat16", 64, "packed-everything"), ("float16", 128, "packed-causal")):
         yield hopper(dtype, (size, size), option)

@@ -33,12 +33,15 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads) CUFLASH_ENTRY(con
   Place place;
   place.set_head(p, index % p.heads_q);
   place.set_batch(p, index / p.heads_q);
-  const int row = place.enter_row<Config::kBlockQ>(p, padded_row);
+  const int row = place.enter_row_by_warp<Config::kBlockQ>(p, padded_row);
+  if (kPacked && row >= place.seq_q(p)) return;  // the number of a tile that its segment has no rows for
 
+  const int warp = int(threadIdx.x) / 32;
+  const bool has_rows = !kPacked || row + warp / Config::kDqWarpColumns * kDqWarpRows < place.seq_q(p);
   float dq[QueryFragment::kSize];
 #pragma unroll
-  for (int i = 0; i < QueryFragment::kSize; ++i) dq[i] = sums[DqTile::offset(i / 4, threadIdx.x, i % 4)];
-  const int warp = int(threadIdx.x) / 32;
+  for (int i = 0; i < QueryFragment::kSize; ++i)
+    dq[i] = has_rows ? sums[DqTile::offset(i / 4, threadIdx.x, i % 4)] : 0.f;
   const QueryFragment at(warp / Config::kDqWarpColumns * kDqWarpRows, warp % Config::kDqWarpColumns * kDqWarpWidth);
   if constexpr (kHasPlanes) {
     if (is_split(p, place)) {

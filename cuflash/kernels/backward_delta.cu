@@ -19,7 +19,8 @@ static_assert(Config::kSharedBytes == 0, "schedules/rows.py disagrees");
 
 constexpr int kRows = Config::kThreads / Config::kLanes;  // of a block at a time, that often:
 constexpr int kPasses = Config::kPasses;
-static_assert(kPasses == 1 || Config::kBlockQ % (kRows * kPasses) == 0, "schedules/rows.py disagrees");
+constexpr bool kIsOfOneTile = Config::kBlockQ % (kRows * kPasses) == 0;
+static_assert(kPasses == 1 || kIsOfOneTile, "schedules/rows.py disagrees");
 
 // Adds the products of a piece of each of the thread's rows.
 __device__ __forceinline__ void add_products(Real (&sums)[kPasses], const Matrix<const Element>& x,
@@ -76,7 +77,7 @@ struct Line {
   bool exists;
 
   __device__ __forceinline__ explicit Line(const Params& p) : exists(true) {
-    if constexpr (Config::kBlockQ % (kRows * kPasses) == 0) {  // all of one head: a division of 32 bits
+    if constexpr (kIsOfOneTile) {  // all of one head: a division of 32 bits
       const u32 blocks = u32(p.rows_padded) / (kRows * kPasses);
       index = int(block_number() / blocks);
       padded_row = int(block_number() % blocks) * (kRows * kPasses) + int(threadIdx.x) / Config::kLanes;
@@ -89,8 +90,16 @@ struct Line {
   }
 };
 
-// Of the block's rows, which lie together.
-__device__ __forceinline__ void clear_sums(const Params& p) {
+// Whether the main kernel's sums of a tile, from a multiple of four on, have rows that exist: some of its warps' have none.
+template <class P> __device__ __forceinline__ bool is_summed(const P&, int offset, int rows) {
+  if constexpr (Config::kSumWarps == 0 || !kIsOfOneTile) return true;
+  constexpr int kWarps = Config::kSumWarps > 0 ? Config::kSumWarps : 1;
+  constexpr int kWarpRows = Config::kBlockQ * Config::kSumWarpColumns / kWarps;
+  return SumTile<32 * kWarps, 1>::warp_of(offset) / Config::kSumWarpColumns * kWarpRows < rows;
+}
+
+// Of the block's rows, which lie together; the tile that they are in has so many.
+__device__ __forceinline__ void clear_sums(const Params& p, int tile_rows) {
   constexpr int kReals = 16 / sizeof(Real);
   const i64 lines = i64(p.batch_size) * p.heads_q * p.rows_padded, first = i64(block_number()) * (kRows * kPasses);
   const int size = int(min(i64(kRows * kPasses), lines - first)) * p.dq_width;
@@ -98,10 +107,17 @@ __device__ __forceinline__ void clear_sums(const Params& p) {
   if (p.dq_width % kReals == 0) {
 #pragma unroll 4
     for (int i = int(threadIdx.x) * kReals; i < size; i += Config::kThreads * kReals)
-      *reinterpret_cast<Chunk<Real>*>(sums + i) = Chunk<Real>{};
+      if (is_summed(p, int(first % Config::kBlockQ) * p.dq_width + i, tile_rows))
+        *reinterpret_cast<Chunk<Real>*>(sums + i) = Chunk<Real>{};
   } else {
     for (int i = int(threadIdx.x); i < size; i += Config::kThreads) sums[i] = Real(0);
   }
+}
+
+// Where blocks take turns, by the same search as that of a block which waits, whatever the offsets.
+__device__ __forceinline__ int enter_row(const Params& p, Place& place, int padded_row) {
+  return kIsOfOneTile && Config::kTurns == 0 ? place.enter_row_by_warp<Config::kBlockQ>(p, padded_row)
+                                             : place.enter_row<Config::kBlockQ>(p, padded_row);
 }
 
 extern "C" __global__ void __launch_bounds__(Config::kThreads, 4) CUFLASH_ENTRY(const __grid_constant__ Params p) {
@@ -110,7 +126,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 4) CUFLASH_ENTRY(
   Place place;
   place.set_head(p, at.index % p.heads_q);
   place.set_batch(p, at.exists ? at.index / p.heads_q : 0);
-  const int first_row = place.enter_row<Config::kBlockQ>(p, at.padded_row), seq_q = place.seq_q(p);
+  const int first_row = enter_row(p, place, at.padded_row), seq_q = place.seq_q(p);
+  const i64 first_line = i64(at.index) * p.rows_padded + at.padded_row;
+  if constexpr (Config::kTurns > 0) {
+    if (first_line == 0 && lane == 0) *static_cast<u32*>(p.turns) = 0;
+  }
+  const int tile_rows = seq_q - first_row + at.padded_row % Config::kBlockQ;
+  if (kPacked && kIsOfOneTile && tile_rows <= 0) return;  // the number of a tile that its segment has no rows for
 
   // A lane finishes the row of one pass; what it needs for that is on its way beside the rows.
   static_assert(kPasses <= Config::kLanes, "schedules/rows.py disagrees");
@@ -131,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 4) CUFLASH_ENTRY(
     for (int c = lane * kChunk; c < p.head_dim_v; c += Config::kLanes * kChunk)
       add_products(sums, out, dout, rows, c, p.head_dim_v);
   }
-  if (p.dq_sum) clear_sums(p);
+  if (p.dq_sum) clear_sums(p, tile_rows);
   Real delta = 0;
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) {
@@ -139,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 4) CUFLASH_ENTRY(
     if (pass == i) delta = sum;
   }
   if (!at.exists) return;
-  const i64 line = i64(at.index) * p.rows_padded + at.padded_row + pass * kRows;
+  const i64 line = first_line + pass * kRows;
   if (lane < kPasses) {
     RowStatistics statistics = is_real ? row_statistics(lse, delta - dlse) : no_row_statistics();
     if constexpr (kHasSinks) store_sink_gradient(p, place, row, statistics);
@@ -166,7 +188,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 4) CUFLASH_ENTRY(
   }
   if constexpr (Config::kTurns > 0) {
     u32* turns = static_cast<u32*>(p.turns);
-    if (line == 0 && lane == 0) *turns = 0;
     if (row % Config::kBlockQ == 0 && lane < kPasses) {
       place.key_count = Visibility::key_count(p, place);
       const int first = first_key_tile<Config::kBlockQ, Config::kKeyTile>(p, place, row / Config::kBlockQ);

@@ -46,6 +46,8 @@ static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/wgmma.py
 static_assert(!(kHasPlanes && (kAddsGradients || Config::kDeterministic)),
               "dS is lifted; what is left has other tiles");
 
+// Segments of a pack may be shorter than a tile: warps do not add what nobody reads.
+constexpr bool kLeavesRows = kPacked && !Config::kDeterministic;
 constexpr bool kRecomputes = Config::kLateDp;
 // The gradient of a row of a bias that is held stays with it; in fixed point a term has no room for a whole walk.
 constexpr bool kKeepsKeySums = Config::kHoldsBias && kSumDigits == 0;
@@ -64,14 +66,22 @@ struct Consumer {
   // Of the step whose P and dS are in registers; with two stages, its slot and phase are those of dS in shared memory as well.
   Cursor<Config::kStages> cursor;
   At at;
-  int before = -1;  // number of the tile of queries of the step before it; at first there is none
+  int before = -1;         // number of the tile of queries of the step before it; at first there is none
+  const bool has_no_rows;  // of dQ, this warp, in any tile
   float dk[Config::kHeadDim / 2], dv[Config::kHeadDimV / 2];
   RegisterOperand<Config::kBlockQ / 16> probabilities, gradients;
   AddedBias bias;
   float key_sums[ScoreFragment::kSlots] = {};  // of the gradient of a bias that is held
 
   __device__ __forceinline__ Consumer(const Params& params, SharedStorage& storage, const Work& w, int g)
-      : p(params), shared(storage), work(w), group(g), turns{g}, at(params, w), bias(storage, storage.channels) {
+      : p(params),
+        shared(storage),
+        work(w),
+        group(g),
+        turns{g},
+        at(params, w),
+        has_no_rows(kLeavesRows && dq_row() >= w.place.seq_q(params)),
+        bias(storage, storage.channels) {
     clear(dk);
     clear(dv);
   }
@@ -81,6 +91,11 @@ struct Consumer {
   __device__ __forceinline__ u32 own_thread() const { return kRecomputes ? recomputed(threadIdx.x) : threadIdx.x; }
   __device__ __forceinline__ int warp_key(u32 thread) const {  // this warp's first key in the tile
     return own_rows() + int(thread % kWarpgroupThreads / 32 * 16);
+  }
+  // The first of the rows of dQ that this warp multiplies, in a tile.
+  __device__ __forceinline__ int dq_row() const {
+    const int warp = int(threadIdx.x) / 32 - kWarpgroupThreads / 32;
+    return (kSplitsRows ? warp : warp % (kWarpgroupThreads / 32)) * 16;
   }
   const __device__ __forceinline__ Work& here() const { return kRecomputes ? shared.channels.work : work; }
 
@@ -125,6 +140,7 @@ struct Consumer {
     pin(dq);
     if (before < 0) return;
     if (threadIdx.x % kWarpgroupThreads == 0) of.release(shared.gradients);
+    if (kLeavesRows && has_no_rows) return;
     // The order of backward_convert_mma.cu: warps that share rows are neighbours.
     const u32 thread = u32(recomputed(threadIdx.x)) - kWarpgroupThreads, warp = thread / 32;
     const u32 sum_warp = kSplitsRows ? warp : warp % 4 * kGroups + warp / 4;

@@ -92,11 +92,11 @@ constexpr int kReaderThreads = kGuesses ? 32 : kWarpgroupThreads,
 
 // Longest first: the last queries see the most keys under a causal mask.
 __device__ __forceinline__ Tile tile_of(const Params& p, int index) {
-  const int query_tiles = Place::query_tiles<Config::kBlockQ>(p);
-  const Assignment assigned(p, index, query_tiles, p.batch_size * p.heads_q);
   Tile tile;
   Place place;
-  tile.row = place.enter_queries<Config::kBlockQ>(p, query_tiles - 1 - assigned.tile) * Config::kBlockQ;
+  const Assignment assigned =
+      place.enter_listed_queries<Config::kSegmentList, Config::kBlockQ>(p, index, p.batch_size * p.heads_q);
+  tile.row = (tiles_of(place.seq_q(p), Config::kBlockQ) - 1 - assigned.tile) * Config::kBlockQ;
   const HeadOfEntry of(p, assigned.head, p.heads_q);
   tile.head = of.head;
   tile.batch = of.batch;
@@ -125,7 +125,7 @@ __device__ __forceinline__ Range keys_of_block(int block) {
   return {block * Config::kBlockK, (block + 1) * Config::kBlockK};
 }
 __device__ __forceinline__ int tile_count(const Params& p) {
-  return p.batch_size * p.heads_q * Place::query_tiles<Config::kBlockQ>(p);
+  return p.batch_size * p.heads_q * Place::listed_queries<Config::kSegmentList, Config::kBlockQ>(p);
 }
 
 // What a warpgroup has to do with a tile.
@@ -186,24 +186,33 @@ __device__ __forceinline__ int place_of(const Cursor<Config::kQueryStages>& at) 
   return at.slot + int(at.phase) * Config::kQueryStages;
 }
 
+// How many tiles there are: the length of a list is kept.
+template <bool kIsKept> struct KeptCount {
+  __device__ __forceinline__ explicit KeptCount(const Params&) {}
+  __device__ __forceinline__ int count(const Params& p) const { return tile_count(p); }
+};
+template <> struct KeptCount<true> {
+  int kept;
+  __device__ __forceinline__ explicit KeptCount(const Params& p) : kept(tile_count(p)) {}
+  __device__ __forceinline__ int count(const Params&) const { return kept; }
+};
+
 // Takes tiles, by one thread: the first are the blocks' own numbers; then each takes the next one that nobody has, or without a
 // counter every gridDim-th.
-struct Taker {
+struct Taker : KeptCount<kPacked> {
   u32* taken;
   int index;
 
   __device__ __forceinline__ explicit Taker(const Params& p)
-      : taken(static_cast<u32*>(p.tile_counter)), index(blockIdx.x) {}
+      : KeptCount<kPacked>(p), taken(Place::taken<Config::kSegmentList>(p)), index(blockIdx.x) {}
   __device__ __forceinline__ void advance() { index = (taken ? int(atomicAdd(taken, 1u)) : index) + int(gridDim.x); }
-  // The tile at hand, or with numbers that their segments have no rows for, or heads that planes do not stand for, the first one
-  // after these.
+  // The tile at hand, or with heads that planes do not stand for, the first one after these.
   __device__ __forceinline__ Tile tile(const Params& p) {
     Tile tile;
     tile.row = -1;
-    while (index < tile_count(p)) {
+    while (index < this->count(p)) {
       tile = tile_of(p, index);
-      const bool has_rows = !kPacked || tile.row < tile.seq_q(p);
-      if (has_rows && (!kHasPlanes || decisions(p)[tile.batch * p.heads_k + tile.head_k])) break;
+      if (!kHasPlanes || decisions(p)[tile.batch * p.heads_k + tile.head_k]) break;
       tile.row = -1;
       advance();
     }
@@ -211,7 +220,7 @@ struct Taker {
   }
 };
 
-// In packs the search for a tile's segment takes time and registers, so another thread looks for the next one when the loads of
+// In packs it takes time to find a tile's segment, so another thread looks for the next one when the loads of
 // this one begin.
 __device__ __forceinline__ void look_for_tiles(const Params& p, SharedStorage& shared) {
   Cursor<1> at;
@@ -225,7 +234,6 @@ __device__ __forceinline__ void look_for_tiles(const Params& p, SharedStorage& s
     at.wait_empty(shared.comings);
     taker.advance();
   }
-  if (taker.taken) restart_counter(taker.taken);
 }
 
 // One thread: loads in the order in which the consumers use what is loaded.  Where it passes over hidden blocks a whole warp,
@@ -435,6 +443,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   };
   // Scores -> probabilities in place; tells whether the output must be rescaled by `alpha`.  Hands back the keys.
   bool trusted = false;  // whether the rows' maxima so far are fit for a guess
+  int tile = -1;         // where the one at hand stands in `tiles`
   Block block;
   const auto softmax_step = [&](Softmax& softmax, const Work& work, bool open, bool guesses) {
     bool moved = false, found = false;
@@ -454,8 +463,15 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     if (found && !moved) return false;
     if (!found) {
       ScoreSlopes<ScoreFragment> slopes;
-      scores_of<false>(s, slopes, s_at, p, work.place, {work.row, block.number * Config::kBlockK}, open, units.scale,
-                       bias);
+      if constexpr (kTells) {  // tests of elements take the registers: what they need is looked up
+        const Tile& now = shared.tiles[recomputed(tile)];
+        const ScoreFragment at(warp_row(), 0, recomputed(threadIdx.x));
+        scores_of<false>(s, slopes, at, p, place_of(p, now), {now.row, block.number * Config::kBlockK}, open,
+                         units.scale, bias);
+      } else {
+        scores_of<false>(s, slopes, s_at, p, work.place, {work.row, block.number * Config::kBlockK}, open, units.scale,
+                         bias);
+      }
       bool subtracted = false;
       moved = softmax.rebase(s, alpha, subtracted, units);
       softmax.exponentiate(s, subtracted, units);
@@ -554,7 +570,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     }
   };
 
-  int tile = next_tile();                           // the grid is no larger than the number of tiles
+  tile = next_tile();                               // the grid is no larger than the number of tiles
   if ((kPacked || kHasPlanes) && tile < 0) return;  // but they may all be empty, or another kernel's
   Work work(p, shared.tiles[tile], group);
   held_units = units_of<kHasScales>(p, shared.tiles[tile]);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cuflash.modifiers.base import Axes, Kind, Modifier, array_field
@@ -27,11 +27,17 @@ class Packed(Modifier):
         ("View", "segments_k"),
         ("int", "segment_count"),
         ("int", "segments_end_together"),
+        # kernels/segment_lists.cu: lists of tiles, and how many there is room for in each
+        ("Pointer", "segment_lists"),
+        ("int", "listed_tiles"),
     )
 
     offsets_q: Any = array_field()
     offsets_k: Any = array_field()
     count: int = 0
+    longest_k: int = field(
+        default=1 << 30, repr=False
+    )  # keys of the longest segment or more: a power of two, for few plans
 
     @classmethod
     def operand_attributes(cls) -> dict[str, str]:

@@ -25,6 +25,10 @@ class BackwardDelta:
     has_planes: bool = False  # which the main kernel multiplies, and whose units its statistics have
     bias_apart: bool = False  # a bias that is the same for all keys is left to this kernel
     sum_digits: int = 0  # of its gradient where it is summed in fixed point
+    sum_warps: int = (
+        0  # of packed sequences: warps that share out the sums of a tile of dq, where those of some have no rows,
+    )
+    sum_warp_columns: int = 1  # so many of them beside each other
 
     threads = 256
 

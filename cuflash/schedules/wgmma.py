@@ -11,7 +11,7 @@ import numpy as np
 from cuflash import tensormap, tuning
 from cuflash.abi import STATISTICS
 from cuflash.errors import UnsupportedError
-from cuflash.modifiers import Tile, Written
+from cuflash.modifiers import Packed, Tile, Window, Written
 from cuflash.place import Placed
 from cuflash.problem import NARROW, Problem
 from cuflash.schedules.base import WGMMA, key_tiles, padded, query_tiles, tiles
@@ -86,6 +86,7 @@ class ForwardWgmma:
     holds_bias: bool = False
     returns_bias: bool = False
     sums_bias: bool = False
+    segment_list: int = 0  # of packed sequences, of which the tiles are taken
 
     #: blocks stay and take tile after tile, so there are no more of them than the device holds at once
     persistent = True
@@ -103,8 +104,9 @@ class ForwardWgmma:
 
     @property
     def box_rows(self) -> Mapping[str, int]:
-        """Rows of a copy, by array."""
-        return {"q": self.block_q, "k": self.block_k, "v": self.block_k, "out": GROUP_ROWS, **self.bias_box}
+        """Rows of a copy, by array; of a second list, the maps of the kernel of the first one lie in front."""
+        own = {"q": self.block_q, "k": self.block_k, "v": self.block_k, "out": GROUP_ROWS, **self.bias_box}
+        return {**(dict.fromkeys(map(tensormap.OTHER.__add__, own), 0) if self.segment_list else {}), **own}
 
     @property
     def bias_box(self) -> Mapping[str, int]:
@@ -371,14 +373,47 @@ def forward(problem: Problem, shared_limit: int, aligned: bool, bias: str = "") 
     return next((config for config in found if config.block_q <= rows), found[0])
 
 
+def forward_of_long(problem: Problem, shared_limit: int) -> tuple[ForwardWgmma, int] | None:
+    """Of packed sequences: the tile of those of more keys than `forward` has a tile for, and how many these are.
+
+    None if there is no such sequence, or the tile is the same.  A sequence has its tile by its own length, so that its bits do
+    not depend on what it is packed with.
+    """
+    keys = longest_walk(problem)
+    short, most = next(limited_forwards(problem, shared_limit, 0))
+    long, _ = next(limited_forwards(problem, shared_limit, keys))
+    return None if long == short else (long, most)
+
+
+def longest_walk(problem: Problem) -> int:
+    """Keys that a query of packed sequences sees, at most."""
+    longest = problem.seq_k
+    for m in problem.modifiers:
+        if isinstance(m, Packed):
+            longest = min(longest, m.longest_k)
+        elif isinstance(m, Window) and m.left is not None:
+            right = 0 if problem.modifier("causal") else m.right
+            longest = longest if right is None else min(longest, m.left + right + 1)
+    return longest
+
+
 def fitting_forwards(problem: Problem, shared_limit: int, bias: str = "") -> Iterator[ForwardWgmma]:
-    """The tiles of the table that take the head sizes and the keys, leave registers for the modifiers, and fit."""
+    """The tiles of the table that take the head sizes and the keys, leave registers for the modifiers, and fit.
+
+    Of packed sequences those of short ones.
+    """
+    keys = 0 if problem.is_packed else most_keys(problem)
+    return (config for config, _ in limited_forwards(problem, shared_limit, keys, bias))
+
+
+def limited_forwards(
+    problem: Problem, shared_limit: int, keys: int, bias: str = ""
+) -> Iterator[tuple[ForwardWgmma, int]]:
+    """The same for queries that see so many keys, each with how many its tile is for."""
     narrow = ITEMSIZE[problem.dtype] == 1
     head_dim, head_dim_v = padded(problem.head_dim, 2 * STEP if narrow else STEP), padded(problem.head_dim_v, STEP)
     wide_out = tiles(head_dim_v, PANEL_COLUMNS) > tiles(head_dim, PANEL_COLUMNS)  # more than the queries' place holds
-    # Packed sequences are all taken for short ones, whatever they are (`Problem.longest_q`): long ones lose less by the tiles of
-    # short ones than these by theirs.
-    keys, modifiers = 0 if problem.is_packed else most_keys(problem), weight(problem, bias)
+    modifiers = weight(problem, bias)
     looks = any(m.knows_tiles() for m in problem.modifiers)
     has_planes = problem.dtype == "float32"  # schedules/split_wgmma.py
     tables: Mapping[str, tuple[tuning.ForwardWgmmaTile, ...]]
@@ -407,7 +442,7 @@ def fitting_forwards(problem: Problem, shared_limit: int, bias: str = "") -> Ite
             bias_stages=bias_stages,
         )
         if config.shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit:
-            yield config
+            yield config, tile.max_keys
 
 
 MAX_PAIRED = 128  # head size up to which dK and dV together fit in a warpgroup's registers

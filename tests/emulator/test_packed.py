@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash import segments, source
+from cuflash import arrays, plan, problem, segments, source, tuning
 from cuflash.gradients import gradients_type
 from cuflash.problem import Call
 from cuflash.variant import Variant
@@ -268,6 +268,121 @@ def test_every_kind_of_tile(wgmma_tile: Callable[..., None], name: str) -> None:
             np.testing.assert_array_equal(at, y[..., part.rows, :] if x.ndim == 3 else y[..., part.rows])
 
 
+#: tiles of segments of up to 64 keys, and of others
+SHORT, LONG = TILES["continuous"]._replace(max_keys=64), TILES["three warpgroups"]
+MIXED = Pack((130, 5, 200, 64, 0, 70, 1), (300, 5, 65, 64, 100, 0, 129), behind=(9, 37), dtype="bfloat16", heads_k=1)
+
+
+@pytest.fixture
+def two_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "FORWARD_WGMMA", (SHORT, LONG))
+
+
+@pytest.mark.usefixtures("two_lists")
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (90, 20)}, {}], ids=str)
+def test_long_segments_have_tiles_of_their_own(options: dict[str, Any]) -> None:
+    """By one block, some, and more than there are tiles; a segment's are its own by its length, whatever it is packed with."""
+    call, _, _ = replace(MIXED, **options).call()
+    judge, found = Judge(call), set()
+    for seed, blocks in enumerate((1, 2, 5, 132, 3, 7)):
+        out, lse = kernels.forward(call, hopper(blocks), seed, requested="wgmma")
+        judge.check_forward(out, lse)
+        found.add(out.tobytes() + lse.tobytes())
+    assert len(found) == 1
+    for number, part in enumerate(segments.cut(call)):
+        if 0 in (part.call.problem.seq_q, part.call.problem.seq_k):
+            continue  # empty arrays have no maps
+        own = kernels.forward(alone(call, number)[0], hopper(3), number, requested="wgmma")
+        np.testing.assert_array_equal(own[0], out[..., part.rows, :])
+        np.testing.assert_array_equal(own[1], lse[..., part.rows])
+
+
+@pytest.mark.usefixtures("two_lists")
+@pytest.mark.parametrize(
+    ("options", "tiles"),
+    [
+        ({}, [192, 128]),
+        ({"window": (40, 23)}, [128]),
+        ({"window": (40, 24)}, [192, 128]),
+        ({"window": (63, None), "causal": True}, [128]),
+        ({"window": (None, 3)}, [192, 128]),
+        ({"lengths_k": (64,) * 7}, [128]),
+        ({"lengths_k": (64,) * 6 + (65,)}, [192, 128]),
+    ],
+    ids=str,
+)
+def test_there_are_two_lists_where_a_segment_may_be_long(options: dict[str, Any], tiles: list[int]) -> None:
+    made = replace(MIXED, **options).make()
+    q, k, v = made["q"], made["k"], made["v"]
+    packed = arrays.native_packed(*made["offsets"], None, None, len(q), len(k), arrays.HOST)
+    longest = int(np.diff(made["offsets"][1]).max())
+    assert longest <= packed.longest_k < 2 * longest
+    call = problem.describe_packed(q, k, v, packed, **made["options"])
+    at = plan.places_of(call.problem, plan.forward_arrays(call, call.q, None))
+    planned = plan.plan_forward.__wrapped__(call.problem, hopper(), at, "wgmma")
+    first, *others = planned.steps
+    assert first.variant.kernel == "segment_lists"
+    assert [step.config.block_q for step in others] == tiles
+    assert first.blocks == len(tiles)
+
+
+def read_lists(found: np.ndarray, lists: int) -> list[np.ndarray]:
+    """The elements of each list: index, tiles before it, rows of queries and of keys, unused."""
+    words = found.view(np.int32).reshape(lists, -1, 8)
+    return [own[1 : 1 + own[0, 0]] for own in words]
+
+
+def assert_lists_tiles(
+    found: np.ndarray, lengths: np.ndarray, walks: np.ndarray, tile: int, wanted: np.ndarray
+) -> None:
+    """Those of the `wanted` segments, one after the other, long walks before those that are an eighth shorter."""
+    seen, at = [], 0
+    while at < len(found):
+        index, before = int(found[at, 0]), int(found[at, 1])
+        tiles = -(-int(lengths[index]) // tile)
+        assert before == at
+        assert (found[at : at + tiles, :2] == [index, before]).all()
+        seen.append(index)
+        at += tiles
+    assert sorted(seen) == [i for i in wanted if lengths[i] > 0]
+    long = walks[seen]
+    assert (np.maximum.accumulate(long[::-1])[::-1] <= long * 9 / 8 + 1).all()
+
+
+@pytest.mark.usefixtures("two_lists")
+@pytest.mark.parametrize("count", [0, 1, 31, 33, 1100])
+def test_lists(count: int) -> None:
+    """Of more segments than a block has threads, too."""
+    rng = np.random.default_rng(count)
+    lengths = [rng.choice([0, 1, 3, 7], count) for _ in range(2)]
+    for at, (q, k) in enumerate(((900, 64), (1, 70), (130, 1000), (200, 64), (40, 65))[:count]):
+        lengths[0][at * count // 5], lengths[1][at * count // 5] = q, k
+    pack = Pack(tuple(lengths[0]), tuple(lengths[1]), behind=(140, 130), dtype="bfloat16", heads_q=6, heads_k=2)
+    call, dout, _ = pack.call()
+    seen: list[np.ndarray] = []
+    options: dict[str, Any] = {"requested": "wgmma", "without": ("forward_wgmma", "backward_wgmma")}
+    options["watch"] = lambda found: seen.append(found["segment_lists"].copy())
+    out, lse = kernels.forward(call, hopper(), **options)
+    kernels.backward(call, out, lse, dout, None, hopper(), **options)
+    of_q, of_k = np.append(lengths[0], 140), np.append(lengths[1], 130)
+    long = np.append(lengths[1] > 64, False)
+    forward = read_lists(seen[0], 1 + bool(long.any()))
+    segment = np.arange(count + 1)
+    keys_of_none, queries_of_none = np.append(lengths[1], 0), np.append(lengths[0], 0)
+    assert_lists_tiles(forward[0], of_q, keys_of_none, 128, segment[~long])
+    for found in forward[1:]:
+        assert_lists_tiles(found, of_q, keys_of_none, 192, segment[long])
+    (backward,) = read_lists(seen[1], 1)
+    assert_lists_tiles(backward, of_k, queries_of_none, 128, segment)
+    offsets = [np.cumsum(x) - x for x in (of_q, of_k)]
+    for found, is_backward in ((forward[0], False), (backward, True)):
+        for index, _, *rows in found[:, :6]:
+            own = [[begin[index], begin[index] + n[index]] for begin, n in zip(offsets, (of_q, of_k), strict=True)]
+            if index == count:
+                own[0 if is_backward else 1] = [0, 0]
+            assert rows == own[0] + own[1]
+
+
 @small
 @pytest.mark.parametrize("layout", ["rows apart", "heads outside", "one row", "one head"])
 def test_arrays_that_tma_walks(layout: str) -> None:
@@ -330,9 +445,13 @@ MUTANTS: dict[str, tuple[str, str, Trial]] = {
         "high = max(count - 1, 0);\n    while",
         run_pack,
     ),
-    "rows behind see keys behind": ("if (index == p.segment_count) keys = {0, 0};", "", run_pack),
-    "keys behind are seen": ("if (index == p.segment_count) queries = {0, 0};", "", run_pack),
-    "offsets go anywhere": ("min(max(at[i * stride], 0), total)", "at[i * stride]", run_bad_offsets),
+    "rows behind see keys behind": ("(kOfKeys ? queries : keys) = {0, 0};", "if (kOfKeys) queries = {0, 0};", run_pack),
+    "keys behind are seen": ("(kOfKeys ? queries : keys) = {0, 0};", "if (!kOfKeys) keys = {0, 0};", run_pack),
+    "offsets go anywhere": (
+        "min(max(at[min(i, count) * stride], 0), total)",
+        "at[min(i, count) * stride]",
+        run_bad_offsets,
+    ),
     "turns of half a segment": (
         "return offsets.segment_of(first, kTile) == index && offsets.segment_of(last, kTile) == index;",
         "return true;",
@@ -347,6 +466,12 @@ def run_tiles(arch: int, dtype: str, text: Callable[[Variant], str]) -> None:
     judge = Judge(call)
     for seed in kernels.SEEDS:
         judge.check_forward(*kernels.forward(call, hopper(), seed, text=text, requested="wgmma"))
+
+
+def run_few_tiles(arch: int, dtype: str, text: Callable[[Variant], str]) -> None:
+    """Fewer tiles than blocks."""
+    call, _, _ = replace(PACK, dtype=dtype).call()
+    Judge(call).check_forward(*kernels.forward(call, hopper(132), 1, text=text, requested="wgmma"))
 
 
 def run_long_bad_offsets(arch: int, dtype: str, text: Callable[[Variant], str]) -> None:
@@ -377,7 +502,7 @@ HOPPER_MUTANTS: dict[str, tuple[str, str, Trial]] = {
         "",
         run_tiles,
     ),
-    "a block without a tile goes on": ("  if ((kPacked || kHasPlanes) && tile < 0) return;", "", run_tiles),
+    "a block without a tile goes on": ("  if ((kPacked || kHasPlanes) && tile < 0) return;", "", run_few_tiles),
 }
 
 
@@ -395,7 +520,7 @@ def test_mutant_of_hoppers_is_noticed(name: str) -> None:
 
 
 @small
-@pytest.mark.parametrize("trial", [run_pack, run_long_bad_offsets, run_tiles])
+@pytest.mark.parametrize("trial", [run_pack, run_long_bad_offsets, run_tiles, run_few_tiles])
 def test_hoppers_without_a_bug_pass(trial: Trial) -> None:
     trial(90, "bfloat16", source.build)
 

@@ -22,6 +22,35 @@ __device__ __forceinline__ bool is_empty(Range positions) { return positions.beg
 // behind the last one of a packed segment lie outside the array.
 struct DescribedRow { int row, batch; };
 
+// A tile of a head; heads are counted over all batch entries.
+struct Assignment {
+  int tile, head;
+
+  __device__ __forceinline__ Assignment() : tile(0), head(0) {}
+  // Of the block with that number.  Some heads at a time (the host's `section`), so that what their blocks read stays in the
+  // cache; among these tile by tile: where the first tiles take longest, no head begins its longest when others are done.
+  template <class P> __device__ __forceinline__ Assignment(const P& p, int index, int tiles, int heads) {
+    const u32 section = p.section, first = u32(index) / (section * tiles) * section;
+    const u32 width = min(section, heads - first), rest = index - first * tiles;
+    tile = int(rest / width);
+    head = int(first + rest % width);
+  }
+};
+
+// A segment in a list of tiles that has those of long walks first (segment_lists.cu).
+struct alignas(16) ListedSegment {
+  int index, before;    // and how many tiles of each head the list has in front of its own
+  Range queries, keys;  // its rows of the arrays
+  int unused[2];
+};
+// In front of each list.
+struct alignas(16) ListHead {
+  int tiles;  // of each head
+  u32 taken;  // by blocks that stay, beyond those that they begin with
+  int unused[6];
+};
+static_assert(sizeof(ListHead) == sizeof(ListedSegment), "an element of the list");
+
 // The rows that a block works in: here, all of them.
 template <bool kIsPacked> struct Segment {
   static __device__ __forceinline__ int seq_q(const Params& p) { return p.seq_q; }
@@ -47,11 +76,29 @@ template <bool kIsPacked> struct Segment {
   template <int kTile> static __device__ __forceinline__ int key_tiles(const Params& p) {
     return tiles_of(p.seq_k, kTile);
   }
+  // Tiles of one head in the order in which they are listed, and where blocks that stay count those taken.
+  template <int kList, int kTile> static __device__ __forceinline__ int listed_queries(const Params& p) {
+    return query_tiles<kTile>(p);
+  }
+  template <int kList, class P> static __device__ __forceinline__ u32* taken(const P& p) {
+    return static_cast<u32*>(p.tile_counter);
+  }
+  // Enter the segment of the tile with that place in the list of all heads'; the tile's number in it, and the head.
+  template <int kList, int kTile>
+  static __device__ __forceinline__ Assignment enter_listed_queries(const Params& p, int place, int heads) {
+    return Assignment(p, place, query_tiles<kTile>(p), heads);
+  }
+  template <int kTile>
+  static __device__ __forceinline__ Assignment enter_listed_keys(const Params& p, int place, int heads) {
+    return Assignment(p, place, key_tiles<kTile>(p), heads);
+  }
   // Enter the segment of a tile; the tile's number in it, which may be one that it has no rows for.
   template <int kTile> static __device__ __forceinline__ int enter_queries(const Params&, int tile) { return tile; }
   template <int kTile> static __device__ __forceinline__ int enter_keys(const Params&, int tile) { return tile; }
   // The same of a row among those padded to whole tiles.
   template <int kTile> static __device__ __forceinline__ int enter_row(const Params&, int row) { return row; }
+  // By all lanes of a warp, for rows of the same tile.
+  template <int kTile> static __device__ __forceinline__ int enter_row_by_warp(const Params&, int row) { return row; }
   template <int kTileQ, int kTileK> static __device__ __forceinline__ bool has_all_tiles(const Params&) { return true; }
   template <class Where> static __device__ __forceinline__ int entry(const Params& p, const Where& place) {
     int number = 0;
@@ -72,7 +119,9 @@ struct Offsets {
   __device__ __forceinline__ Offsets(const View& view, int segments, int rows)
       : at(static_cast<const int*>(view.data)), stride(view.row), count(segments), total(rows) {}
   __device__ __forceinline__ int begin(int i) const {
-    return i == 0 ? 0 : i > count ? total : min(max(at[i * stride], 0), total);
+    const int there =
+        min(max(at[min(i, count) * stride], 0), total);  // read in any case, so that no load waits for a branch
+    return i == 0 ? 0 : i > count ? total : there;
   }
   __device__ __forceinline__ Range rows(int i) const {
     const int first = begin(i);
@@ -80,7 +129,19 @@ struct Offsets {
   }
   // Number of the segment's first tile.
   __device__ __forceinline__ int first_tile(int i, int tile) const { return begin(i) / tile + i; }
-  // The segment that a tile is numbered with.
+  // The segment that a tile is numbered with; by all lanes of a warp, for the same tile.
+  __device__ __forceinline__ int segment_by_warp(int number, int tile) const {
+    int low = 0, last = count;
+    while (low < last) {
+      const int step = (last - low + 31) / 32, probe = low + (int(threadIdx.x) % 32 + 1) * step;
+      const bool begins = probe <= last && first_tile(probe, tile) <= number;
+      const int passed = __popc(__ballot_sync(0xffffffffu, begins));
+      low += passed * step;
+      last = min(last, low + step - 1);
+    }
+    return low;
+  }
+  // The same by one thread.
   __device__ __forceinline__ int segment_of(int number, int tile) const {
     int low = 0, high = count;
     while (low < high) {
@@ -122,16 +183,32 @@ template <> struct Segment<true> {
     return p.seq_k / kTile + p.segment_count + 1;
   }
 
-  template <int kTile, class P> __device__ __forceinline__ int enter_queries(const P& p, int tile) {
-    index = offsets_q(p).segment_of(tile, kTile);
+  template <int kList, int kTile, class P> static __device__ __forceinline__ int listed_queries(const P& p) {
+    return head_of_list<kList>(p)->tiles;
+  }
+  template <int kList, class P> static __device__ __forceinline__ u32* taken(const P& p) {
+    return &head_of_list<kList>(p)->taken;
+  }
+  template <int kList, int kTile, class P>
+  __device__ __forceinline__ Assignment enter_listed_queries(const P& p, int place, int heads) {
+    return enter_listed<kList>(p, place, heads, [&] { return tiles_of(seq_q(p), kTile); });
+  }
+  template <int kTile, class P>
+  __device__ __forceinline__ Assignment enter_listed_keys(const P& p, int place, int heads) {
+    return enter_listed<0>(p, place, heads, [&] { return tiles_of(seq_k(p), kTile); });
+  }
+  // Enter the one with that number, which has queries or keys alone where it is made of the rows that belong to none.
+  template <bool kOfKeys, class P> __device__ __forceinline__ void enter(const P& p, int number) {
+    index = number;
     look_up(p);
-    if (index == p.segment_count) keys = {0, 0};
+    if (index == p.segment_count) (kOfKeys ? queries : keys) = {0, 0};
+  }
+  template <int kTile, class P> __device__ __forceinline__ int enter_queries(const P& p, int tile) {
+    enter<false>(p, offsets_q(p).segment_of(tile, kTile));
     return tile - (queries.begin / kTile + index);
   }
   template <int kTile, class P> __device__ __forceinline__ int enter_keys(const P& p, int tile) {
-    index = offsets_k(p).segment_of(tile, kTile);
-    look_up(p);
-    if (index == p.segment_count) queries = {0, 0};
+    enter<true>(p, offsets_k(p).segment_of(tile, kTile));
     return tile - (keys.begin / kTile + index);
   }
   template <class Where> static __device__ __forceinline__ int entry(const Params&, const Where& place) {
@@ -145,6 +222,11 @@ template <> struct Segment<true> {
   template <int kTile, class P> __device__ __forceinline__ int enter_row(const P& p, int row) {
     return enter_queries<kTile>(p, row / kTile) * kTile + row % kTile;
   }
+  template <int kTile, class P> __device__ __forceinline__ int enter_row_by_warp(const P& p, int row) {
+    const int tile = row / kTile;
+    enter<false>(p, offsets_q(p).segment_by_warp(tile, kTile));
+    return (tile - (queries.begin / kTile + index)) * kTile + row % kTile;
+  }
   // Whether every tile of the segment is numbered with it, on both sides.  Blocks that wait for each other's tiles rely on it;
   // it is so wherever offsets do not decrease.
   template <int kTileQ, int kTileK, class P> __device__ __forceinline__ bool has_all_tiles(const P& p) const {
@@ -152,6 +234,25 @@ template <> struct Segment<true> {
   }
 
  private:
+  template <int kList, class P> static __device__ __forceinline__ ListHead* head_of_list(const P& p) {
+    return static_cast<ListHead*>(p.segment_lists) + i64(kList) * (p.listed_tiles + 1);
+  }
+  template <int kList, class P, class Tiles>
+  __device__ __forceinline__ Assignment enter_listed(const P& p, int place, int heads, Tiles tiles) {
+    const ListHead* const head = head_of_list<kList>(p);
+    const int rank = place / heads;
+    // Asked for beside the length of the list, behind which there may be anything.
+    const ListedSegment listed = reinterpret_cast<const ListedSegment*>(head)[1 + rank];
+    index = listed.index;
+    queries = listed.queries;
+    keys = listed.keys;
+    set_diagonal(p);
+    if (rank >= head->tiles) {
+      queries = keys = {0, 0};
+      return Assignment();
+    }
+    return Assignment(p, place - listed.before * heads, tiles(), heads);
+  }
   template <class P> static __device__ __forceinline__ Offsets offsets_q(const P& p) {
     return Offsets(p.segments_q, p.segment_count, p.seq_q);
   }
@@ -161,6 +262,9 @@ template <> struct Segment<true> {
   template <class P> __device__ __forceinline__ void look_up(const P& p) {
     queries = offsets_q(p).rows(index);
     keys = offsets_k(p).rows(index);
+    set_diagonal(p);
+  }
+  template <class P> __device__ __forceinline__ void set_diagonal(const P& p) {
     from_diagonal = p.segments_end_together ? seq_k(p) - seq_q(p) : 0;
   }
   // Along the axis of rows a segment ends where the array does; the outermost axis brings it to its place.
@@ -236,20 +340,6 @@ __device__ __forceinline__ T* element_at(const View& view, i64 offset, int row, 
   char* first = reinterpret_cast<char*>(static_cast<T*>(view.data) + offset);
   return reinterpret_cast<T*>(first + i64(row) * row_bytes + i64(column) * column_bytes);
 }
-
-// A tile of a head; heads are counted over all batch entries.
-struct Assignment {
-  int tile, head;
-
-  // Of the block with that number.  Some heads at a time (the host's `section`), so that what their blocks read stays in the
-  // cache; among these tile by tile: where the first tiles take longest, no head begins its longest when others are done.
-  template <class P> __device__ __forceinline__ Assignment(const P& p, int index, int tiles, int heads) {
-    const u32 section = p.section, first = u32(index) / (section * tiles) * section;
-    const u32 width = min(section, heads - first), rest = index - first * tiles;
-    tile = int(rest / width);
-    head = int(first + rest % width);
-  }
-};
 
 // A head and its batch entry, by their number: heads of an entry follow each other, or entries of a head where blocks of a bias are
 // brought that entries share, so that these are read side by side.

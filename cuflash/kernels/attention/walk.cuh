@@ -18,8 +18,8 @@ struct Work {
   Work() = default;
   __device__ __forceinline__ Work(const Params& p, int index) {
     // Longest first: under a causal mask the first keys are seen by the most queries.
-    const Assignment assigned(p, index, Place::key_tiles<Config::kBlockK>(p), p.batch_size * p.heads_k);
-    const int first_key = place.enter_keys<Config::kBlockK>(p, assigned.tile) * Config::kBlockK;
+    const Assignment assigned = place.enter_listed_keys<Config::kBlockK>(p, index, p.batch_size * p.heads_k);
+    const int first_key = assigned.tile * Config::kBlockK;
     keys = {first_key, min(place.seq_k(p), first_key + Config::kBlockK)};
     const HeadOfEntry of(p, assigned.head, p.heads_k);
     batch = of.batch;

@@ -26,10 +26,13 @@ template <int kThreads, int kBlocks> struct SumTile {
   static __device__ __forceinline__ int offset(int block, int thread, int r) {
     return (block * kThreads + thread) * 4 + r;
   }
+  // The warp whose are the four numbers from a multiple of four on.
+  static __device__ __forceinline__ int warp_of(int offset) { return offset / 4 % kThreads / 32; }
 #else
   static __device__ __forceinline__ int offset(int block, int thread, int r) {
     return (block * 4 + r) * kThreads + thread;
   }
+  static __device__ __forceinline__ int warp_of(int offset) { return offset % kThreads / 32; }
 #endif
   // A thread's part of a tile in shared memory.
   static __device__ __forceinline__ void store(float* tile, const float (&x)[kBlocks * 4], int thread) {
