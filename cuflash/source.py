@@ -185,6 +185,17 @@ struct ScoreGradients {{
 }};"""
 
 
+#: stands for what queries and keys have of a mask, where it is not asked for
+_MEETS_NOTHING = f"""struct NothingMet {{
+  typedef int OfQuery;
+  typedef int OfKey;
+  {_QUALIFIERS} int of_query(const Params&, const Place&, int) {{ return 0; }}
+  {_QUALIFIERS} int of_key(const Params&, const Place&, int) {{ return 0; }}
+  {_QUALIFIERS} bool meet(int, int) {{ return true; }}
+}};
+"""
+
+
 def _visibility(ranges: list[type[Modifier]], masks: list[type[Modifier]]) -> str:
     positional = [m.__name__ for m in ranges if "narrow_keys" in m.cuda]
     counting = [m.__name__ for m in ranges if "key_count" in m.cuda]
@@ -196,8 +207,11 @@ def _visibility(ranges: list[type[Modifier]], masks: list[type[Modifier]]) -> st
     clearing = [m.__name__ for m in masks if all(m.knows_tiles() for m in masks)]
     hidden = " || ".join(f"{n}::tile_is_hidden(p, place, queries, keys)" for n in hiding) or "false"
     clear = " && ".join(f"{n}::tile_is_clear(p, place, queries, keys)" for n in clearing) or "false"
+    met = masks[0].__name__ if len(masks) == 1 and "OfQuery" in masks[0].cuda else ""
     tile = "const Params& p, const Place& place, Range queries, Range keys"
-    return f"""struct Visibility {{
+    return f"""{"" if met else _MEETS_NOTHING}struct Visibility {{
+  static constexpr bool kMeets = {str(bool(met)).lower()};  // what a query and a key have of the only mask tells
+  typedef {met or "NothingMet"} Met;
   static constexpr bool kHasMask = {str(bool(masks)).lower()};
   static constexpr bool kNarrows = {str(bool(ranges)).lower()};  // some keys may be hidden from every query
   static constexpr bool kHidesTiles = {str(bool(hiding)).lower()};

@@ -67,9 +67,18 @@ struct Documents {
   static __device__ __forceinline__ int granules_of(int length) { return tiles_of(length, kGranule); }
   static __device__ __forceinline__ int granules(const Params& p) { return granules_of(p.seq_q) + granules_of(p.seq_k); }
 
+  // What a query and a key have of the mask, and whether they meet.
+  typedef int OfQuery;
+  typedef int OfKey;
+  static __device__ __forceinline__ int of_query(const Params& p, const Place& place, int q) {
+    return *element_at<int>(p.document_q, place.offset(p.document_q), q, 0);
+  }
+  static __device__ __forceinline__ int of_key(const Params& p, const Place& place, int k) {
+    return *element_at<int>(p.document_k, place.offset(p.document_k), 0, k);
+  }
+  static __device__ __forceinline__ bool meet(int q, int k) { return q == k; }
   static __device__ __forceinline__ bool visible(const Params& p, const Place& place, int q, int k) {
-    return *element_at<int>(p.document_q, place.offset(p.document_q), q, 0) ==
-           *element_at<int>(p.document_k, place.offset(p.document_k), 0, k);
+    return meet(of_query(p, place, q), of_key(p, place, k));
   }
   static __device__ __forceinline__ Ids ids_of(const Ids* bounds, Range positions) {
     Ids ids = no_ids();

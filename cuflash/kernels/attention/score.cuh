@@ -76,6 +76,32 @@ struct ScoreSlopes : Slopes<Fragment::kSize, Score::kHasSlope>,
                      EnteringScores<Fragment::kSize, Score::kKeepsScores>,
                      Curvatures<Fragment::kSize, Score::kHasCurvature> {};
 
+// What the rows of a thread have of a mask of which queries and keys have parts, and whether a row meets a column; positions are
+// those of elements that exist.
+template <class Fragment, class Met> struct MetRows {
+  typedef typename Met::OfQuery OfQuery;
+  typedef typename Met::OfKey OfKey;
+  OfQuery queries[Fragment::kTransposed ? 1 : Fragment::kSlots];
+  OfKey keys[Fragment::kTransposed ? Fragment::kSlots : 1];
+
+  __device__ __forceinline__ MetRows(const Fragment& f, const Params& p, const Place& place, Corner corner,
+                                     Corner last) {
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+      if constexpr (Fragment::kTransposed)
+        keys[slot] = Met::of_key(p, place, min(corner.k + f.row(slot), last.k));
+      else
+        queries[slot] = Met::of_query(p, place, min(corner.q + f.row(slot), last.q));
+    }
+  }
+  __device__ __forceinline__ bool meet(int i, const Params& p, const Place& place, Corner at) const {
+    if constexpr (Fragment::kTransposed)
+      return Met::meet(Met::of_query(p, place, at.q), keys[Fragment::slot(i)]);
+    else
+      return Met::meet(queries[Fragment::slot(i)], Met::of_key(p, place, at.k));
+  }
+};
+
 // `Score`, looked into only where it has second derivatives.
 template <class> struct WithCurvature : Score {};
 
@@ -207,11 +233,21 @@ __device__ __forceinline__ void scores_of(Real (&s)[Fragment::kSize], ScoreSlope
     for (int i = 0; i < Fragment::kSize; ++i) {
       bool seen = ranges.contains(f, i);
       if constexpr (Visibility::kHasMask || !Score::kIdentity) seen &= At::q(f, corner, i) <= last_q;
-      if constexpr (kTogether) {
+      if constexpr (kTogether && !Visibility::kMeets) {
         const Corner at = existing(i);
         seen = seen && Visibility::visible(p, place, at.q, at.k);
       }
       if (!seen) hide(i);
+    }
+    if constexpr (kTogether && Visibility::kMeets) {
+      const MetRows<Fragment, Visibility::Met> rows(f, p, place, corner, {last_q, last_k});
+#pragma unroll
+      for (int i = 0; i < Fragment::kSize; ++i) {
+        // Two rows share what their columns have, and no load waits for a branch.
+        int& first = Fragment::kTransposed ? corner.q : corner.k;
+        if (i % 4 == 0) first = recomputed(first);
+        if (!rows.meet(i, p, place, {min(At::q(f, corner, i), last_q), min(At::k(f, corner, i), last_k)})) hide(i);
+      }
     }
   }
   if constexpr (!kMarks && !kTogether) for_each_masked(hide);
