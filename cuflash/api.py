@@ -715,9 +715,9 @@ def attention_varlen(
 
     Notes
     -----
-    A segment's results are the same bits whatever it is packed with: the tile is that of long sequences, whatever their
-    lengths.  On the host they are the bits of `attention`, on a device where it takes the same backend and tile.  Segments
-    may be empty, on either side.  Algorithm: Dao, arXiv:2307.08691, section 3.1.1, for each segment.
+    A segment's results are the same bits whatever it is packed with: its tile follows from its own length.  On the host they are
+    the bits of `attention`, on a device where it takes the same backend and tile.  Segments may be empty, on either side.
+    Algorithm: Dao, arXiv:2307.08691, section 3.1.1, for each segment.
 
     A CUDA graph captures the call with device offsets and both maxima; replays follow the offsets that then stand there.
 
@@ -731,10 +731,26 @@ def attention_varlen(
     """
     check_flag("return_lse", return_lse)
     offsets, maxima = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    is_plain = type(modifiers) is tuple and not modifiers and are_lengths(maxima)
+    keys: list[Any] = []
+    if is_plain and _replay is not None:
+        more = bool(return_lse), arrays.rounded_length(max_seqlen_k or 0)
+        options = _replay.options_of(scale, causal, window, softcap, "packed", None, backend, more)
+        key, replayed = _replay.forward((q, k, v, *offsets, out), options)
+        if replayed is not None:
+            if out is not None:
+                replayed.insert(0, out)
+            return tuple(replayed) if return_lse else replayed[0]
+        if key is not None:
+            keys.append(key)
     home, call, native = enter_packed(
         q, k, v, offsets, maxima, present(out=out), scale, causal, window, softcap, modifiers, backend
     )
     o, lse = run_forward(home, call, checked_out(home, call, native), return_lse, backend)
+    if keys and (out is None or home.library not in arrays.IMMUTABLE):
+        replays().remember_forward(keys, call, o, lse, out is not None, backend)
+    elif home.device is not None:
+        replays()  # the next one has a signature
     result = given_out(home, call, o, out)
     return (result, home.give(lse)) if return_lse else result
 
@@ -805,11 +821,25 @@ def attention_varlen_backward(
     deterministic = order_of_sums(deterministic, batch_invariant=False)
     given = {"dout": dout, "out": out, "lse": lse, **present(dlse=dlse)}
     offsets, maxima = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    is_plain = type(modifiers) is tuple and not modifiers and are_lengths(maxima)
+    keys: list[Any] = []
+    if is_plain and _replay is not None:
+        more = bool(deterministic), arrays.rounded_length(max_seqlen_k or 0)
+        options = _replay.options_of(scale, causal, window, softcap, "packed", None, backend, more)
+        key, replayed = _replay.backward((q, k, v, *offsets, dout, out, lse, dlse), options)
+        if replayed is not None:
+            return replayed
+        if key is not None:
+            keys.append(key)
     home, call, native = enter_packed(
         q, k, v, offsets, maxima, given, scale, causal, window, softcap, modifiers, backend
     )
     check_results(call, native, "(heads_q, total_q)")
     gradients = run_backward(home, call, native, deterministic, backend)
+    if keys:
+        replays().remember_backward(keys, call, native, gradients, deterministic, backend)
+    elif home.device is not None:
+        replays()
     return give_gradients(gradients, home, call, native)
 
 
@@ -1081,6 +1111,11 @@ def order_of_sums(deterministic: Any, batch_invariant: Any) -> bool | None:
             "deterministic=False with batch_invariant=True: sums in any order depend on what else runs; leave one out"
         )
     return True
+
+
+def are_lengths(maxima: tuple[Any, Any]) -> bool:
+    """Whether both are given as plain integers, so that offsets on a device are taken as they are."""
+    return all(type(n) is int and n >= 0 for n in maxima)
 
 
 def keep(modifiers: Any) -> Any:

@@ -131,7 +131,7 @@ _records: dict[tuple[Replay, tuple[int, ...]], Record] = {}
 
 # ---- signatures ------------------------------------------------------------------------------------------------------
 def options_of(
-    scale: Any, causal: Any, window: Any, softcap: Any, layout: Any, precision: Any, backend: Any, more: bool | None
+    scale: Any, causal: Any, window: Any, softcap: Any, layout: Any, precision: Any, backend: Any, more: Any
 ) -> Any:
     """The options as part of a signature, `more` is the call's own; None for calls that are not replayed."""
     kind = type(causal)
@@ -191,10 +191,11 @@ def remember_alike(keys: Iterable[Any], key: Any) -> None:
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
 FORWARD = ("q", "k", "v", "mask", "bias", "out")
+PACKED_FORWARD = ("q", "k", "v", "segments_q", "segments_k", "out")
 
 
 def forward(arrays: tuple[Any, ...], options: Any) -> tuple[Any, list[Any] | None]:
-    """Signature of a call with `FORWARD`'s arrays; output unless it is given and lse if asked for, where it is replayed."""
+    """Signature of a call with arrays of `FORWARD`, or of a packed one; output unless given, and lse, where it is replayed."""
     key, pointers = signature(arrays, options)
     found = _replays.get(key)
     return key, None if found is None else found.run(pointers)
@@ -209,7 +210,8 @@ def remember_forward(
     if problem.scales or not is_mergeable(problem, arrays):
         return
     plan = plan_forward(problem, device(call.q.data.device_id), places_of(problem, arrays), requested)
-    fields = tuple(name for name in FORWARD if name in arrays and (is_given or name != "out"))
+    names = PACKED_FORWARD if problem.is_packed else FORWARD
+    fields = tuple(name for name in names if name in arrays and (is_given or name != "out"))
     made = {} if is_given else {"out": (in_layout(problem.out_shape, problem.layout), out.dtype)}
     if lse is not None:
         made["lse"] = problem.lse_shape, lse.dtype
@@ -224,10 +226,11 @@ def span(x: Any) -> tuple[int, int]:
 
 # ---- backward --------------------------------------------------------------------------------------------------------
 BACKWARD = ("q", "k", "v", "mask", "dout", "out", "lse", "dlse")
+PACKED_BACKWARD = ("q", "k", "v", "segments_q", "segments_k", "dout", "out", "lse", "dlse")
 
 
 def backward(arrays: tuple[Any, ...], options: Any) -> tuple[Any, Any]:
-    """Signature of a call with `BACKWARD`'s arrays, and the gradients where it is replayed."""
+    """Signature of a call with the arrays of `BACKWARD`, or of a packed one, and the gradients where it is replayed."""
     key, pointers = signature(arrays, options)
     found = _replays.get(key)
     results = None if found is None else found.run(pointers)
@@ -251,4 +254,5 @@ def remember_backward(
     places = places_of(problem, arrays)
     plan = plan_backward(problem, device(call.q.data.device_id), places, bool(deterministic), requested)
     made = {name: (in_layout(x.shape, problem.layout), x.dtype) for name, x in gradients._asdict().items()}
-    remember(keys, Kept(plan, tuple(name for name in BACKWARD if name in arrays), made))
+    names = PACKED_BACKWARD if problem.is_packed else BACKWARD
+    remember(keys, Kept(plan, tuple(name for name in names if name in arrays), made))

@@ -205,7 +205,14 @@ class Tensor:
 
 Tensor.__module__ = "library.inner"
 
-CODES = {"float16": (2, 16), "bfloat16": (4, 16), "float32": (2, 32), "float64": (2, 64), "bool": (6, 8)}
+CODES = {
+    "float16": (2, 16),
+    "bfloat16": (4, 16),
+    "float32": (2, 32),
+    "float64": (2, 64),
+    "int32": (0, 32),
+    "bool": (6, 8),
+}
 _get = ctypes.pythonapi.PyCapsule_New
 _get.restype, _get.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -131,6 +132,85 @@ def test_tensor_maps_and_counters(hopper: Machine) -> None:
     assert other == free
     assert len({same, other, captured, next_captured}) == 4
     assert all(counters)
+
+
+# ---- packed sequences ------------------------------------------------------------------------------------------------
+PACKED_SHAPE = (300, 4, 64)
+
+
+def offsets(kind: Any, *lengths: int) -> Any:
+    return kind(np.cumsum([0, *lengths], dtype=np.int32))
+
+
+@pytest.fixture
+def offsets_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in's arrays are the host's; here they are not looked at."""
+
+    def taken(side: str, x: Any, longest: int | None, total: int, home: Any, packed: Any) -> tuple[Any, int]:
+        return arrays.modifier_array(side, x, home), longest or total
+
+    monkeypatch.setattr(arrays, "native_offsets", taken)
+
+
+@KINDS
+@pytest.mark.usefixtures("offsets_of_device")
+@pytest.mark.parametrize("longest", [300, 5000], ids=["one list", "two lists"])
+def test_packed_calls(hopper: Machine, kind: Any, longest: int) -> None:
+    """Offsets on the device are addresses like others; lengths and their number are not looked at but for the longest."""
+    maxima, shape = {"max_seqlen_q": 300, "max_seqlen_k": longest}, (longest, 4, 64)
+    kernels = {"segment_lists": 1, "forward_wgmma": 1 + (longest > 300)}
+    for count in range(4):
+        q, k, v = (kind(numbers(seed, shape)) for seed in range(3))
+        at = {"segments_q": offsets(kind, 100 + count, 70), "segments_k": offsets(kind, 90, 170)}
+        hopper.launched.clear()
+        out, lse = cuflash.attention_varlen(q, k, v, *at.values(), return_lse=True, causal=True, **maxima)
+        assert type(out) is type(lse) is type(q)
+        assert (out.shape, lse.shape) == (shape, (4, longest))
+        given = {"q": q, "k": k, "v": v, **at, "out": out, "lse": lse}
+        for launched in hopper.launched:
+            assert {name: field(launched, name) for name in given} == {n: address(x) for n, x in given.items()}
+            assert field(launched, "segment_lists") % 16 == 0
+        assert Counter(launched.variant.kernel for launched in hopper.launched) == kernels
+        assert len({field(launched, "segment_lists") for launched in hopper.launched}) == 1
+    assert hopper.planned == 1
+    for _ in range(3):
+        q, k, v, out, dout = (kind(numbers(seed, shape)) for seed in range(5))
+        lse, of = kind(numbers(5, (4, longest), np.float32)), offsets(kind, 100, 70)
+        hopper.launched.clear()
+        found = cuflash.attention_varlen_backward(dout, q, k, v, of, of, out, lse, causal=True, **maxima)
+        given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, **found._asdict()}
+        given |= {"segments_q": of, "segments_k": of}
+        for launched in hopper.launched:
+            assert {name: field(launched, name) for name in given} == {n: address(x) for n, x in given.items()}
+        steps = ["segment_lists", "backward_delta", "backward_wgmma", "backward_convert_mma"]
+        assert [launched.variant.kernel for launched in hopper.launched] == steps
+    assert hopper.planned == 2
+
+
+@pytest.mark.usefixtures("offsets_of_device")
+def test_packed_calls_that_are_not_replayed(machine: Machine) -> None:
+    q, k, v = (array(numbers(seed, PACKED_SHAPE)) for seed in range(3))
+    of, host = offsets(array, 100, 70), np.array([0, 100, 170], np.int32)
+    maxima: dict[str, Any] = {"max_seqlen_q": 100, "max_seqlen_k": 100}
+    for _ in range(2):
+        cuflash.attention_varlen(q, k, v, of, of, **maxima)
+    planned = machine.planned
+    assert planned == 1
+    for at, changes in (
+        ((of, of), {"max_seqlen_k": 200}),  # another longest, in powers of two
+        ((host, host), {}),  # offsets that are looked at
+        ((of, of), {"softcap": 5.0}),
+        ((offsets(array, 1, 2, 3), offsets(array, 1, 2, 3)), {}),
+        ((of, of), {"causal": True}),
+    ):
+        cuflash.attention_varlen(q, k, v, *at, **{**maxima, **changes})
+        planned += 1
+        assert machine.planned == planned
+    cuflash.attention_varlen(q, k, v, of, of, max_seqlen_q=100, max_seqlen_k=101)
+    assert machine.planned == planned
+    for wrong in ({"max_seqlen_k": -1}, {"max_seqlen_q": True}, {"max_seqlen_k": 100.0}):
+        with pytest.raises(ArgumentError, match="max_seqlen"):
+            cuflash.attention_varlen(q, k, v, of, of, **{**maxima, **wrong})
 
 
 def test_records_are_kept_for_addresses_that_come_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
