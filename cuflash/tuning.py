@@ -84,6 +84,7 @@ class ForwardWgmmaTile(NamedTuple):
     continuous: bool
     optimistic: bool = True
     merged: bool = False  # of 8-bit inputs: what each block of keys adds is summed apart
+    out_panels: int = 0  # of the output have a place of their own, while warpgroups fetch the next queries
     bias_stages: int = 0  # of tiles for calls whose bias comes ahead, in blocks as tall as those of the queries
     max_keys: int = 1 << 31  # that one query sees
     max_weight: int = 1 << 31  # schedules/wgmma.py, `weight`
@@ -240,12 +241,13 @@ FORWARD_WGMMA = (
     ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_weight=9),
     ForwardWgmmaTile(128, 128, 64, 3, 2, continuous=True, max_weight=40),
     ForwardWgmmaTile(128, 128, 32, 4, 2, continuous=True),
-    ForwardWgmmaTile(192, 128, 128, 2, 1, continuous=False, max_weight=9),
+    # values of 128, S 1024: 594 and 390, S 8192: 680 and 648 (the output in the place of queries: 534 and 356, 678 and 640)
+    ForwardWgmmaTile(192, 128, 128, 2, 1, continuous=False, out_panels=1, max_weight=9),
     ForwardWgmmaTile(192, 128, 96, 2, 1, continuous=False, max_weight=9),
     ForwardWgmmaTile(192, 128, 64, 2, 1, continuous=False, max_weight=40),
     ForwardWgmmaTile(192, 128, 32, 2, 1, continuous=False),
-    # S 16384: 762 and 734, S 1024: 618 and 512
-    ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, max_weight=7),
+    # S 1024: 602 and 448 (the output in the place of queries: 554 and 421), S 16384 causal: 693 (692)
+    ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, out_panels=2, max_weight=7),
     ForwardWgmmaTile(256, 128, 32, 2, 1, continuous=False, max_weight=13),
     ForwardWgmmaTile(256, 128, 16, 2, 1, continuous=False),
 )

@@ -4,7 +4,8 @@
 // memory accelerator load queries, keys and values ahead of use, and in packs another one looks for the tile that comes next.
 // The other warpgroups own 64 query rows each and keep two products in flight: the scores of a block of keys, and P V of the
 // block before, so that the softmax of one block runs under the product of the other.  Where a second tile of queries fits, this
-// pipeline does not stop between tiles.
+// pipeline does not stop between tiles.  Where one fits, but part of the output beside it, each warpgroup fetches its own rows of
+// the next tile as soon as it is done with those before: one stores while the other still multiplies.
 // Invariants: producer and consumers walk the same blocks in the same order, at least one per tile; keys are walked in
 // descending order, so that hidden ones come first, and a warpgroup hands back unread what none of its own rows sees; what a
 // tile is travels with its queries, and where hidden blocks are passed over, which block it is with its keys; rows that the
@@ -33,7 +34,11 @@ typedef PanelTile<Config::kBlockK, Config::kHeadDim, kBytes> KeyTile;
 template <bool kInSteps> struct Values { typedef PanelTile<Config::kBlockK, Config::kHeadDimV> Tile; };
 template <> struct Values<true> { typedef StepTile<Config::kBlockK, Config::kHeadDimV> Tile; };
 typedef Values<kIsNarrow>::Tile ValueTile;
-typedef PanelTile<Config::kBlockQ, Config::kHeadDimV> OutTile;
+// Where warpgroups fetch queries by themselves, the next ones come while the output leaves, in parts of so many panels.
+constexpr bool kFetches = Config::kOutPanels > 0;
+typedef PanelTile<Config::kBlockQ, kFetches ? Config::kOutPanels * kPanelColumns : Config::kHeadDimV> OutTile;
+constexpr int kOutParts = (panels_of(Config::kHeadDimV) + OutTile::kPanels - 1) / OutTile::kPanels;
+constexpr int kTileSlots = kFetches ? 2 : Config::kQueryStages;  // in which consumers are told what the tiles are
 
 // A tile of queries, and the rows of the sequence that it belongs to.
 struct Tile : Segment<kPacked>, HeadScales<kHasScales> {
@@ -52,16 +57,20 @@ struct Told {
   bool last;  // of its tile
 };
 
-struct SharedStorage : BiasTiles, BiasChannels {
+// One channel for each warpgroup, of which nobody waits for the empty side: who fetches is who has read.
+template <bool kFetched> struct FetchedQueries {};
+template <> struct FetchedQueries<true> { Channel<1> fetched[kGroups]; };
+
+struct SharedStorage : BiasTiles, BiasChannels, FetchedQueries<kFetches> {
   QueryTile q[Config::kQueryStages];
   KeyTile k[Config::kStages];
   ValueTile v[Config::kStages];
   static constexpr bool kHoldsOut = Config::kSeparateOut && !kIsWide;
   alignas(kHoldsOut ? 1024 : 16) unsigned char out_data[kHoldsOut ? OutTile::kBytes : 16];
-  Channel<Config::kQueryStages> queries;
+  Channel<kTileSlots> queries;
   Channel<Config::kStages> keys, values;
-  Tile tiles[2 * Config::kQueryStages];  // twice as many: one is still asked about when its queries have been replaced
-  Tile coming;                           // in packs
+  Tile tiles[2 * kTileSlots];  // twice as many: one is still asked about when its queries have been replaced
+  Tile coming;                 // in packs
   Channel<1> comings;
   Told told[Config::kStages];  // of the keys in the slots
 
@@ -76,6 +85,8 @@ static_assert(Config::kSeparateOut || (Config::kQueryStages == 1 && OutTile::kPa
 constexpr bool kTells = Visibility::kHidesTiles || Visibility::kClearsTiles;
 static_assert(!kTells || !(kPacked || kHasPlanes),
               "one thread passes over tiles that are nobody's, or another kernel's");
+static_assert(!kFetches || (Config::kSeparateOut && Config::kQueryStages == 1 && !kIsWide && !kBringsBias),
+              "a warpgroup fetches into the only tile of queries, beside a place of the output");
 static_assert(!Config::kContinuous || (Config::kSeparateOut && Config::kQueryStages > 1),
               "the next queries arrive before this output is stored");
 
@@ -182,8 +193,8 @@ __device__ __forceinline__ void restart_counter(u32* taken) {
   if (atomicAdd(taken + 1, 1u) == gridDim.x - 1) taken[0] = taken[1] = 0;
 }
 
-__device__ __forceinline__ int place_of(const Cursor<Config::kQueryStages>& at) {  // of a tile in `tiles`
-  return at.slot + int(at.phase) * Config::kQueryStages;
+__device__ __forceinline__ int place_of(const Cursor<kTileSlots>& at) {  // of a tile in `tiles`
+  return at.slot + int(at.phase) * kTileSlots;
 }
 
 // How many tiles there are: the length of a list is kept.
@@ -241,7 +252,7 @@ __device__ __forceinline__ void look_for_tiles(const Params& p, SharedStorage& s
 constexpr int kProducers = kTells ? 32 : 1;
 __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) {
   const bool leads = kProducers == 1 || threadIdx.x == 0;
-  Cursor<Config::kQueryStages> q_at;
+  Cursor<kTileSlots> q_at;
   Cursor<Config::kStages> k_at, v_at;
   BiasWriter<Config::kBiasStages> bias;
   const auto load_q = [&](const Tile& tile) {
@@ -249,7 +260,7 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
     if (leads) {
       shared.tiles[place_of(q_at)] = tile;
       const u32 full = q_at.full(shared.queries);
-      if (tile.row < 0) {
+      if (kFetches || tile.row < 0) {
         mbarrier_arrive(full);
       } else {
         const DescribedRow at = tile.described_query(p, tile.row, tile.batch);
@@ -353,7 +364,7 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
       block = behind;
       behind = load_k(now, block);
       // With the third block of keys the consumers have left the tile before, and its queries are free.
-      if (Config::kQueryStages > 1 && count == 3) {
+      if (kTileSlots > 1 && count == 3) {
         await_next();
         load_q(next);
         announced = true;
@@ -362,10 +373,11 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
     }
     const int last = block;
     if (!announced) await_next();
-    if (Config::kQueryStages > 1) {
+    if (kTileSlots > 1) {
       if (!announced) load_q(next);
+      if (kFetches) load_v(now, last);  // in the order of use
       begin_tile();
-      load_v(now, last);
+      if (!kFetches) load_v(now, last);
     } else {  // the next queries wait for the epilogue, keys and values need not
       load_v(now, last);
       begin_tile();
@@ -384,7 +396,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   const ScoreFragment s_at(group * kWarpgroupRows + thread / 32 * 16, 0, threadIdx.x);
   const u64 q_operand = operand(shared.q[0], group * kWarpgroupRows), k_operand = operand(shared.k[0]),
             v_operand = operand(shared.v[0]);
-  Cursor<Config::kQueryStages> q_at;
+  Cursor<kTileSlots> q_at;
   Cursor<Config::kStages> k_at, v_at;
   float s[ScoreFragment::kSize], o[OutFragment::kSize], alpha[ScoreFragment::kSlots];
   float part[OutFragment::kSize];  // of the output, of one block of keys
@@ -393,13 +405,14 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   HeldUnits<kHasScales> held_units;  // of the tile whose scores are at hand
   AddedBias bias(shared, shared);
 
+  const auto query_slot = [&] { return kFetches ? 0 : q_at.slot; };
   // Waits for it; where it stands in `tiles`, -1 after the last.
   const auto next_tile = [&] {
     q_at.wait_full(shared.queries);
     return shared.tiles[place_of(q_at)].row < 0 ? -1 : place_of(q_at);
   };
   const auto issue_scores = [&] {
-    wgmma_rows_rows<kScoreDepth, QueryTile, KeyTile>(s, q_operand + q_at.slot * (QueryTile::kBytes >> 4),
+    wgmma_rows_rows<kScoreDepth, QueryTile, KeyTile>(s, q_operand + query_slot() * (QueryTile::kBytes >> 4),
                                                      k_operand + k_at.slot * (KeyTile::kBytes >> 4));
     wgmma_commit_group();
   };
@@ -412,6 +425,14 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     }(product, v_operand + v_at.slot * (ValueTile::kBytes >> 4));
     wgmma_commit_group();
   };
+  // Behind no product of scores.
+  const auto issue_last_output = [&] {
+    v_at.wait_full(shared.values);
+    pin(probabilities);
+    pin(o);
+    wgmma_fence();
+    issue_output();
+  };
   // When the product is there.
   const auto pin_output = [&] {
     pin(product);
@@ -419,6 +440,22 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   };
   const auto release_queries = [&] {
     if (Config::kSeparateOut ? hands_back : elected) q_at.release(shared.queries);
+  };
+  // Asks for this warpgroup's own rows of a tile, once none of its warps needs those that are there.
+  const auto fetch_queries = [&](const auto& p, auto& shared, int tile) {
+    if constexpr (kFetches) {
+      bar_sync(kGroupBarrier + group, kWarpgroupThreads);
+      if (!elected || tile < 0) return;
+      const Tile& of = shared.tiles[tile];
+      const int own = group * kWarpgroupRows, row = of.row + own;
+      // Where it has none, others that nobody looks at: no box may lie outside as a whole.
+      const DescribedRow at = of.described_query(p, row < of.seq_q(p) ? row : of.row, of.batch);
+      load_rows<kWarpgroupRows>(shared.q[0], own, p.q_map, shared_address(&shared.fetched[group].full[0]),
+                                {0, at.row, of.head, at.batch}, CachePolicy::kEvictFirst);
+    }
+  };
+  const auto await_queries = [&](auto& shared) {  // every other tile of those told is of one parity
+    if constexpr (kFetches) mbarrier_wait(shared_address(&shared.fetched[group].full[0]), q_at.slot);
   };
   const auto release_keys = [&] {
     if (hands_back) k_at.release(shared.keys);
@@ -451,7 +488,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     if (guesses) {
       found = softmax.guess(s, alpha, moved, units, release_keys, [&] {
         clear(s);
-        auto&& queries = in_pairs(shared.q[q_at.slot]);
+        auto&& queries = in_pairs(shared.q[query_slot()]);
         auto&& keys = in_pairs(shared.k[k_at.slot]);
         gemm_rows_rows<kScoreDepth, ScoreFragment, Element, 1>(s, queries, warp_row(), keys, recomputed(0));
         __syncwarp();  // all lanes have read
@@ -510,16 +547,19 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   const auto first_step = [&](Softmax& softmax, const Work& work) {
     softmax_step(softmax, work, block.is_open(work), false);
   };
-  const auto store = [&](Softmax& softmax, int tile) {
-    const Tile& done = shared.tiles[tile];
-    const auto held = units_of<kHasScales>(p, done);
-    const auto& units = in_units(p, held);
+  // By selection: an accumulator that no key entered may hold NaN.
+  const auto scaled = [](float x, float factor) { return factor == 0.f ? 0.f : x * factor; };
+  const auto rows_of = [&](const Tile& done) {
+    Place place;
+    place.take_rows(done);
+    place.head = done.head;
+    place.set_batch(p, done.batch);
+    return place;
+  };
+  const auto finish = [&](Softmax& softmax, const Tile& done, const auto& units) {
     softmax.finish();
     if constexpr (kHasSinks || Config::kBiasApart) {
-      Place place;
-      place.take_rows(done);
-      place.head = done.head;
-      place.set_batch(p, done.batch);
+      const Place place = rows_of(done);
       if constexpr (Config::kBiasApart) {
         const ScoreFragment at(warp_row(), 0, recomputed(threadIdx.x));
 #pragma unroll
@@ -528,38 +568,51 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       }
       softmax.join_sink(p, place, units);
     }
-    // By selection: an accumulator that no key entered may hold NaN.
-    const auto scaled = [](float x, float factor) { return factor == 0.f ? 0.f : x * factor; };
-    [&](const auto& p) {
-      if constexpr (!kIsWide) {
-        OutTile& out = shared.out();
-        if (Config::kSeparateOut) {
-          if (elected) cp_async_bulk_wait_group_read<0>();
-          bar_sync(kGroupBarrier + group, kWarpgroupThreads);
-        }
-        const float inverse[] = {softmax.inverse(0) * value_scale(done), softmax.inverse(1) * value_scale(done)};
-        store_accumulator<OutElement, OutFragment::kSize>(
-            out, warp_row(), [&](int i) { return scaled(o[i], inverse[OutFragment::slot(i)]); });
-        fence_proxy_async();
-        bar_sync(kGroupBarrier + group, kWarpgroupThreads);
-        if (elected) {
-          const int first = group * kWarpgroupRows;
-          const DescribedRow at = done.described_query(p, done.row + first, done.batch);
-          if (!kPacked || done.row + first < done.seq_q(p))
-            store_panels(out, first, p.out_map, {0, at.row, done.head, at.batch});
-          cp_async_bulk_commit_group();
-          if (!Config::kSeparateOut) cp_async_bulk_wait_group_read<0>();
-        }
-        if (!Config::kSeparateOut) release_queries();
-      }
-    }(p);
-    Place place;
-    place.take_rows(done);
-    place.head = done.head;
-    place.set_batch(p, done.batch);
+  };
+  const auto store_statistics = [&](Softmax& softmax, const Tile& done, const Place& place, const auto& units) {
     const auto rows = [&]() -> Range { return {done.row, min(place.seq_q(p), done.row + Config::kBlockQ)}; };
     store_lse(softmax, ScoreFragment(warp_row(), 0, recomputed(threadIdx.x)), p, place, rows(), units);
+  };
+  // As much of the output as there is room for at once.
+  const auto store_part = [&](const auto& p, int part, const Tile& done, const auto& factor) {
+    if constexpr (!kIsWide) {
+      constexpr int kSize = kOutParts == 1 ? OutFragment::kSize : OutTile::kPanels * OutTile::kWidth / 2;
+      const int begin = part * kSize;
+      OutTile& out = shared.out();
+      if (Config::kSeparateOut) {
+        if (elected) cp_async_bulk_wait_group_read<0>();
+        bar_sync(kGroupBarrier + group, kWarpgroupThreads);
+      }
+      const float factors[] = {factor(0), factor(1)};  // of a thread's rows
+      store_accumulator<OutElement, kSize>(out, warp_row(), [&](int i) {
+        return begin + i < OutFragment::kSize ? scaled(o[begin + i], factors[OutFragment::slot(i)]) : 0.f;
+      });
+      fence_proxy_async();
+      bar_sync(kGroupBarrier + group, kWarpgroupThreads);
+      if (elected) {
+        const int first = group * kWarpgroupRows;
+        const DescribedRow at = done.described_query(p, done.row + first, done.batch);
+        if (!kPacked || done.row + first < done.seq_q(p))
+          store_panels(out, first, p.out_map, {2 * begin, at.row, done.head, at.batch},
+                       panels_of(Config::kHeadDimV - 2 * begin));
+        cp_async_bulk_commit_group();
+        if (!Config::kSeparateOut) cp_async_bulk_wait_group_read<0>();
+      }
+    }
+  };
+  const auto store = [&](Softmax& softmax, int tile) {
+    const Tile& done = shared.tiles[tile];
+    const auto held = units_of<kHasScales>(p, done);
+    const auto& units = in_units(p, held);
+    finish(softmax, done, units);
+    if constexpr (!kIsWide) {
+      store_part(p, 0, done, [&](int slot) { return softmax.inverse(slot) * value_scale(done); });
+      if (!Config::kSeparateOut) release_queries();
+    }
+    const Place place = rows_of(done);
+    store_statistics(softmax, done, place, units);
     if constexpr (kIsWide) {
+      const auto rows = [&]() -> Range { return {done.row, min(place.seq_q(p), done.row + Config::kBlockQ)}; };
       const float inverse[] = {softmax.inverse(0), softmax.inverse(1)};
 #pragma unroll
       for (int i = 0; i < OutFragment::kSize; ++i) o[i] = scaled(o[i], inverse[OutFragment::slot(i)]);
@@ -572,10 +625,12 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
 
   tile = next_tile();                               // the grid is no larger than the number of tiles
   if ((kPacked || kHasPlanes) && tile < 0) return;  // but they may all be empty, or another kernel's
+  fetch_queries(p, shared, tile);
   Work work(p, shared.tiles[tile], group);
   held_units = units_of<kHasScales>(p, shared.tiles[tile]);
   Softmax softmax;
   await_first(work);
+  await_queries(shared);
   wgmma_fence();
   issue_scores();
   wgmma_wait_group<0>();
@@ -637,12 +692,42 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       release_values();
       store(done, done_tile);
       if (tile < 0) break;
-    } else {
-      v_at.wait_full(shared.values);
+    } else if constexpr (kFetches) {
+      q_at.advance();
+      tile = next_tile();
+      fetch_queries(p, shared, tile);
+      issue_last_output();
+      // What needs no output yet is done under its last product.
+      const Tile& of = shared.tiles[done_tile];
+      const auto held = units_of<kHasScales>(p, of);
+      const auto& units = in_units(p, held);
+      finish(done, of, units);
+      const float inverse[] = {done.inverse(0) * value_scale(of), done.inverse(1) * value_scale(of)};
+      const auto factor = [&](int slot) { return inverse[slot]; };
+      store_statistics(done, of, rows_of(of), units);
+      if (tile >= 0) {
+        work = Work(p, shared.tiles[tile], group);
+        held_units = units_of<kHasScales>(p, shared.tiles[tile]);
+      }
+      wgmma_wait_group<0>();
+      pin_output();
       pin(probabilities);
-      pin(o);
+      release_values();
+      store_part(p, 0, of, factor);
+      if (tile >= 0) {
+        await_first(work);
+        await_queries(shared);
+      }
       wgmma_fence();
-      issue_output();
+      issue_scores();  // after the last tile: of what lies there, and not used
+#pragma unroll
+      for (int part = 1; part < kOutParts; ++part) store_part(p, part, of, factor);
+      wgmma_wait_group<0>();
+      pin(s);
+      if (tile < 0) break;
+      first_step(softmax, work);
+    } else {
+      issue_last_output();
       wgmma_wait_group<0>();
       pin_output();
       pin(probabilities);
@@ -673,6 +758,10 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     shared.init_bias(kGroups * kWarpgroupThreads / 32);
     shared.values.init(kGroups);
     if constexpr (kPacked) shared.comings.init(1);
+    [](auto& shared) {
+      if constexpr (kFetches)
+        for (auto& queries : shared.fetched) queries.init(1);
+    }(shared);
     fence_mbarrier_init();
     prefetch_tensormap(&p.q_map);
     prefetch_tensormap(&p.k_map);

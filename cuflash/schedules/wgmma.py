@@ -51,6 +51,11 @@ BACKWARD_REGISTERS, BACKWARD_REGISTERS_TO_LOOK = (24, 240), (56, 224)
 MAX_LOOKING_WHERE_HIDDEN = 1
 
 
+def panels_of(columns: int) -> int:
+    """Of a tile of 16-bit elements."""
+    return tiles(columns, PANEL_COLUMNS)
+
+
 def channel_bytes(slots: int) -> int:
     """A Channel of hw/copy_tma.cuh."""
     return 2 * 8 * slots
@@ -80,6 +85,7 @@ class ForwardWgmma:
     producer_registers: int
     consumer_registers: int
     merged: bool = False  # what each block of keys adds to the output is summed apart, in full float32
+    out_panels: int = 0  # of the output leave at once, beside queries that warpgroups fetch by themselves
     bias_rows: int = 0  # of each block of a bias that comes ahead
     bias_stages: int = 0
     bias_apart: bool = False  # which is the same for all keys, and moves lse alone
@@ -105,7 +111,8 @@ class ForwardWgmma:
     @property
     def box_rows(self) -> Mapping[str, int]:
         """Rows of a copy, by array; of a second list, the maps of the kernel of the first one lie in front."""
-        own = {"q": self.block_q, "k": self.block_k, "v": self.block_k, "out": GROUP_ROWS, **self.bias_box}
+        queries = GROUP_ROWS if self.out_panels else self.block_q
+        own = {"q": queries, "k": self.block_k, "v": self.block_k, "out": GROUP_ROWS, **self.bias_box}
         return {**(dict.fromkeys(map(tensormap.OTHER.__add__, own), 0) if self.segment_list else {}), **own}
 
     @property
@@ -119,17 +126,23 @@ class ForwardWgmma:
         return padded(tiles + 2 * channel_bytes(self.bias_stages), PANEL_ALIGNMENT)
 
     @property
+    def fetched_bytes(self) -> int:
+        """Of the channels of queries that warpgroups fetch."""
+        return padded(self.block_q // GROUP_ROWS * channel_bytes(1), PANEL_ALIGNMENT) if self.out_panels else 0
+
+    @property
     def out_bytes(self) -> int:
         """Of a tile of the output on its way to memory."""
-        return panel_bytes(self.block_q, self.head_dim_v)
+        return panel_bytes(self.block_q, self.out_panels * PANEL_COLUMNS or self.head_dim_v)
 
     def shared_bytes(self, itemsize: int) -> int:
         queries = self.query_stages * panel_bytes(self.block_q, self.head_dim)
         keys = self.stages * (panel_bytes(self.block_k, self.head_dim) + panel_bytes(self.block_k, self.head_dim_v))
         out = self.out_bytes if self.separate_out else 16
-        channels = channel_bytes(self.query_stages) + 2 * channel_bytes(self.stages) + channel_bytes(1)
-        told = (2 * self.query_stages + 1) * TILE_BYTES + self.stages * TOLD_BYTES
-        return self.bias_bytes + padded(queries + keys + out + channels + told, PANEL_ALIGNMENT)
+        tile_slots = 2 if self.out_panels else self.query_stages
+        channels = channel_bytes(tile_slots) + 2 * channel_bytes(self.stages) + channel_bytes(1)
+        told = (2 * tile_slots + 1) * TILE_BYTES + self.stages * TOLD_BYTES
+        return self.bias_bytes + self.fetched_bytes + padded(queries + keys + out + channels + told, PANEL_ALIGNMENT)
 
     def blocks(self, problem: Problem) -> int:
         """Tiles of queries."""
@@ -412,7 +425,7 @@ def limited_forwards(
     """The same for queries that see so many keys, each with how many its tile is for."""
     narrow = ITEMSIZE[problem.dtype] == 1
     head_dim, head_dim_v = padded(problem.head_dim, 2 * STEP if narrow else STEP), padded(problem.head_dim_v, STEP)
-    wide_out = tiles(head_dim_v, PANEL_COLUMNS) > tiles(head_dim, PANEL_COLUMNS)  # more than the queries' place holds
+    wide_out = panels_of(head_dim_v) > panels_of(head_dim)  # more than the queries' place holds
     modifiers = weight(problem, bias)
     looks = any(m.knows_tiles() for m in problem.modifiers)
     has_planes = problem.dtype == "float32"  # schedules/split_wgmma.py
@@ -425,6 +438,9 @@ def limited_forwards(
         groups = tile.block_q // GROUP_ROWS
         bias_rows, bias_stages = {"blocks": (tile.block_q, tile.bias_stages), "row": (1, tile.stages)}.get(bias, (0, 0))
         producer, consumer = (REGISTERS_TO_LOOK if looks else REGISTERS_OF_PLANES if has_planes else REGISTERS)[groups]
+        # Blocks of a bias take the place of the output, and wide values the registers; the others were not tried.
+        fetches = not (bias_stages or wide_out or narrow or has_planes)
+        out_panels = min(tile.out_panels, panels_of(head_dim_v)) if fetches else 0
         config = (ForwardWgmmaNarrow if narrow else ForwardWgmma)(
             head_dim=head_dim,
             head_dim_v=head_dim_v,
@@ -432,7 +448,7 @@ def limited_forwards(
             block_k=tile.block_k,
             stages=tile.stages,
             query_stages=tile.query_stages,
-            separate_out=tile.query_stages > 1 or wide_out or narrow,
+            separate_out=tile.query_stages > 1 or wide_out or narrow or out_panels > 0,
             continuous=tile.continuous,
             optimistic=tile.optimistic,
             producer_registers=producer,
@@ -440,6 +456,7 @@ def limited_forwards(
             merged=tile.merged,
             bias_rows=bias_rows if bias_stages else 0,
             bias_stages=bias_stages,
+            out_panels=out_panels,
         )
         if config.shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit:
             yield config, tile.max_keys

@@ -30,6 +30,7 @@ TILES = {
     "continuous": TILE,
     "two tiles of queries": TILE._replace(continuous=False),
     "one tile of queries": TILE._replace(continuous=False, query_stages=1),
+    "fetched queries": TILE._replace(continuous=False, query_stages=1, out_panels=1),
     "three warpgroups": TILE._replace(block_q=192, continuous=False, stages=3),
     "four warpgroups": TILE._replace(block_q=256, block_k=16, stages=4),
 }
@@ -388,6 +389,34 @@ def test_output_too_wide_for_the_place_of_queries(tile):
     call, _, _ = Case("dims", "float16", head_dim=64, head_dim_v=72).call()
     with pytest.raises(UnsupportedError, match=r"head_dim 64 with head_dim_v 72.*backend='mma'"):
         forward(call)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "panels"),
+    [(64, 40, 1), (72, 72, 1), (192, 128, 1), (136, 176, 2), (256, 256, 2), (136, 136, 4)],
+)
+def test_output_in_parts_beside_fetched_queries(tile, head_dim, head_dim_v, panels):
+    """As many parts as it takes, the last of which may have fewer panels, and may end inside one."""
+    tile(TILES["fetched queries"]._replace(out_panels=panels))
+    case = Case("parts", "bfloat16", batch=(1,), seq_q=270, seq_k=70, head_dim=head_dim, head_dim_v=head_dim_v)
+    case = replace(case, causal=True)
+    call, _, _ = case.call()
+    config = wgmma.forward(call.problem, hopper().shared_limit, True)
+    assert config.out_panels == min(panels, -(-head_dim_v // 64))
+    assert config.box_rows["q"] == wgmma.GROUP_ROWS
+    check(case)
+
+
+def test_who_fetches_queries(tile):
+    """Not where shared memory is needed for blocks of a bias, or values are wider than queries."""
+    tile(TILES["fetched queries"]._replace(bias_stages=2))
+    call, _, _ = Case("plain", "bfloat16", seq_q=270).call()
+    assert wgmma.forward(call.problem, hopper().shared_limit, True).out_panels == 1
+    call, _, _ = Case("bias", "bfloat16", seq_q=270, bias="bhqk").call()
+    config = wgmma.forward(call.problem, hopper().shared_limit, True, "blocks")
+    assert (config.bias_stages, config.out_panels) == (2, 0)
+    call, _, _ = Case("wide", "bfloat16", seq_q=270, head_dim=64, head_dim_v=72).call()
+    assert wgmma.forward(call.problem, hopper().shared_limit, True).out_panels == 0
 
 
 # ---- strides ---------------------------------------------------------------------------------------------------------

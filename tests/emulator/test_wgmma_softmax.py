@@ -27,6 +27,7 @@ TILES = {
 }
 SMALL = tuning.ForwardWgmmaTile(64, 128, 32, 2, 2, continuous=True)
 DEEP = SMALL._replace(stages=6)
+FETCHED = SMALL._replace(query_stages=1, continuous=False, out_panels=1)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_every_pattern(force, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", LARGEST)
-@pytest.mark.parametrize("tile", [SMALL, DEEP], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, DEEP, FETCHED], ids=str)
 def test_every_pattern_under_every_schedule(force, tile, dtype):
     force(tile)
     check(*plain_call(tile, (64, 64), dtype), SEEDS)
@@ -160,6 +161,9 @@ MUTANTS = [
     sown("queries are handed back by one warp for all", ("one warp by 300", "by 140") * 3,
          ("Config::kSeparateOut ? hands_back : elected", "elected"),
          ("Config::kSeparateOut ? kReaders : kGroups", "kGroups"), tile=DEEP),
+    sown("queries are fetched while another warp multiplies those before", ("one warp by 300", "by 140") * 3,
+         ("if constexpr (kFetches) {\n      bar_sync(kGroupBarrier + group, kWarpgroupThreads);", "if constexpr (kFetches) {"),
+         tile=FETCHED),
     sown("keys are never handed back after a loss", "by 140", ("    settled();\n    return", "    return")),
 ]  # fmt: skip
 

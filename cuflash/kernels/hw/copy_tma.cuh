@@ -48,14 +48,16 @@ template <int kColumns> struct RowTile {
   __device__ __forceinline__ u32 address() const { return shared_address(data); }
 };
 
-// Loads a whole tile, or its first panels, whose bytes were announced on `barrier`; `at` is its corner in the array.
+// Loads a whole tile, or its first panels, whose bytes were announced on `barrier`; `at` is its corner in the array.  Where a box
+// of the map has fewer rows than the tile, from `row` of the tile on.
 template <class Tile>
 __device__ __forceinline__ void copy_panels(Tile& to, const TensorMap& map, u32 barrier, BoxCorner at,
-                                            CachePolicy policy, int panels = Tile::kPanels) {
+                                            CachePolicy policy, int panels = Tile::kPanels, int row = 0) {
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     if (panel >= panels) break;
-    cp_async_bulk_tensor_load(to.address() + panel * Tile::kPanelBytes, &map, barrier, at, policy);
+    const u32 place = to.address() + panel * Tile::kPanelBytes + row * kPanelRowBytes;
+    cp_async_bulk_tensor_load(place, &map, barrier, at, policy);
     at.column += Tile::kWidth;
   }
 }
@@ -65,6 +67,13 @@ __device__ __forceinline__ void load_panels(Tile& to, const TensorMap& map, u32 
                                             CachePolicy policy) {
   mbarrier_arrive_expect_tx(barrier, Tile::kBytes);
   copy_panels(to, map, barrier, at, policy);
+}
+// The same of as many rows as a box of the map has, from `row` of the tile on.
+template <int kRows, class Tile>
+__device__ __forceinline__ void load_rows(Tile& to, int row, const TensorMap& map, u32 barrier, BoxCorner at,
+                                          CachePolicy policy) {
+  mbarrier_arrive_expect_tx(barrier, Tile::kPanels * kRows * kPanelRowBytes);
+  copy_panels(to, map, barrier, at, policy, Tile::kPanels, row);
 }
 // The same where the array may have no more than `columns` of its columns, 1 at least: panels behind these are left alone.
 template <class Tile>
@@ -94,11 +103,13 @@ __device__ __forceinline__ void store_inside(Tile& from, const TensorMap& map, B
     at.column += Tile::kWidth;
   }
 }
-// Stores as many rows of a tile as a box of the map has, from `row` on; the caller commits.
+// Stores as many rows of a tile as a box of the map has, from `row` on, or of its first panels; the caller commits.
 template <class Tile>
-__device__ __forceinline__ void store_panels(Tile& from, int row, const TensorMap& map, BoxCorner at) {
+__device__ __forceinline__ void store_panels(Tile& from, int row, const TensorMap& map, BoxCorner at,
+                                             int panels = Tile::kPanels) {
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    if (panel >= panels) break;
     cp_async_bulk_tensor_store(&map, from.address() + panel * Tile::kPanelBytes + row * kPanelRowBytes, at);
     at.column += Tile::kWidth;
   }
