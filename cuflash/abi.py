@@ -66,7 +66,7 @@ _HESSIAN: Fields = (
 )
 #: null unless gradients of operands of the scores are summed in fixed point
 _BOUNDS: Fields = (("Pointer", "bounds"),)
-#: null unless dq is summed in turns
+#: null unless dq is summed in turns, or blocks of the main kernel stay and count the tiles that they take
 _TURNS: Fields = (("Pointer", "turns"),)
 #: beside lse; a null one is not asked for.  Behind the modifiers' fields, so that kernels without them take the same record
 STATISTICS = ("maximum", "entropy", "column_sums")

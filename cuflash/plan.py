@@ -323,11 +323,15 @@ def plan_backward(
         main = schedule.in_turns(main, words_of_sums(problem, at))
         delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks, sum_digits=main.sum_digits)
         counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
+    if stays := getattr(main, "persistent", False):
+        delta, counters = replace(delta, counts=True), 1
     convert = schedule.convert(problem, main)
     if problem.is_packed and isinstance(convert, BackwardConvert):
         delta = replace(delta, sum_warps=convert.warps, sum_warp_columns=convert.dq_warp_columns)
     names = chain_names(problem)
     steps, split_bytes = steps_of(problem, names, delta, main, convert), {}
+    if stays:
+        steps[1] = replace(steps[1], blocks=grid(main, problem, device))
     of_segments: Mapping[str, int] = {}
     if problem.is_packed and schedule is wgmma:
         lists = SegmentLists("backward", of_keys=True, tile=main.block_k)

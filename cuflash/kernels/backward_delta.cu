@@ -154,6 +154,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 4) CUFLASH_ENTRY(
       add_products(sums, out, dout, rows, c, p.head_dim_v);
   }
   if (p.dq_sum) clear_sums(p, tile_rows);
+  if (Config::kCounts && block_number() == 0 && threadIdx.x == 0) *static_cast<u32*>(p.turns) = 0;
   Real delta = 0;
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) {

@@ -8,6 +8,8 @@
 // The warpgroups take turns: dQ of the step before, dV, dK, and S and dP of the next step are queued in one turn, and the
 // exponentials and dS of that next step run under the products of the other warpgroup.  dQ lags a step behind so that neither
 // waits for the other's dS.  Where blocks add dQ in turns, two more threads of warpgroup 0 wait for them, so that no one else does.  Where scores are changed one by one, dP is queued late, when P needs no registers beside its own.
+// Where there is room, blocks stay and take one tile of keys after the other: their steps follow each other as if they were of one
+// tile, so that the tensor cores go on while dV and dK leave through a place of their own.
 // Where tiles are hidden, these threads are warps that pass over them, and the first tells the consumers which step it is.
 // Invariants: producer and consumers walk the same steps; rows of Q, dO beyond seq_q and keys that nobody sees are zeros in
 // shared memory.
@@ -32,7 +34,21 @@ typedef PanelTile<Config::kBlockK, Config::kBlockQ> GradientTile;  // dS transpo
 typedef SumTile<kGroups * kWarpgroupThreads, kDqColumns / 8> DqTile;
 constexpr u32 kDqBytes = DqTile::kSize * sizeof(float);
 
-struct SharedStorage : BiasTiles {
+// Blocks stay, and K has three places: dQ of a tile's last step is formed when the next one's K is read, and a tile may have but one
+// step.
+constexpr bool kStays = Config::kKeyStages > 1;
+static_assert(!kStays || Config::kKeyStages == 3, "with two places warpgroups wait for each other");
+static_assert(!kStays || !(kPacked || kHasPlanes || kPassesOver || Config::kBiasStages > 0 || Config::kHoldsBias ||
+                           Config::kDeterministic || Config::kLateDp),
+              "nobody told such blocks to stay");
+
+// dV and dK of a warpgroup on their way to memory, one after the other.
+typedef PanelTile<kWarpgroupRows, (Config::kHeadDim > Config::kHeadDimV ? Config::kHeadDim : Config::kHeadDimV)>
+    LeavingTile;
+template <bool kHas> struct LeavingTiles { LeavingTile leaving[kGroups]; };
+template <> struct LeavingTiles<false> {};
+
+struct SharedStorage : BiasTiles, LeavingTiles<kStays> {
   InputTiles in;
   GradientTile ds[2];
   alignas(128) unsigned char dq_data[Config::kDeterministic ? 2 * kDqBytes : 16];
@@ -57,15 +73,19 @@ constexpr bool kBlocksLeave =
 typedef MmaFragment<1, Config::kBlockQ / 8, true> ScoreFragment;
 
 // One warpgroup.
-struct Consumer {
+template <class Storage> struct Consumer {
   const Params& p;
-  SharedStorage& shared;
+  Storage& shared;
   const Work& work;
   const int group;
   const Turns<kTurnBarrier, kGroups> turns;
   // Of the step whose P and dS are in registers; with two stages, its slot and phase are those of dS in shared memory as well.
   Cursor<Config::kStages> cursor;
   At at;
+  // The tile of keys, of which a block that does not stay has one.
+  Cursor<Config::kKeyStages> keys;
+  int keys_before = 0;     // slot of the tile of the step before
+  int rest = 0;            // steps of the tile that are left
   int before = -1;         // number of the tile of queries of the step before it; at first there is none
   const bool has_no_rows;  // of dQ, this warp, in any tile
   float dk[Config::kHeadDim / 2], dv[Config::kHeadDimV / 2];
@@ -73,7 +93,7 @@ struct Consumer {
   AddedBias bias;
   float key_sums[ScoreFragment::kSlots] = {};  // of the gradient of a bias that is held
 
-  __device__ __forceinline__ Consumer(const Params& params, SharedStorage& storage, const Work& w, int g)
+  __device__ __forceinline__ Consumer(const Params& params, Storage& storage, const Work& w, int g)
       : p(params),
         shared(storage),
         work(w),
@@ -97,13 +117,23 @@ struct Consumer {
     const int warp = int(threadIdx.x) / 32 - kWarpgroupThreads / 32;
     return (kSplitsRows ? warp : warp % (kWarpgroupThreads / 32)) * 16;
   }
-  const __device__ __forceinline__ Work& here() const { return kRecomputes ? shared.channels.work : work; }
+  const __device__ __forceinline__ Work& here() const {
+    if constexpr (kStays)
+      return shared.channels.works[keys.slot];
+    else
+      return kRecomputes ? shared.channels.work : work;
+  }
+
+  // The same number of all lanes, which is known to the compiler then: it describes operands of products.
+  static __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+  static __device__ __forceinline__ int key_slot(int slot) { return kStays ? uniform(slot) : 0; }
+  __device__ __forceinline__ int next_slot() const { return keys.slot + 1 == Config::kKeyStages ? 0 : keys.slot + 1; }
 
   // ---- products: issued as one group each ----
-  __device__ __forceinline__ void issue_scores(float (&s)[ScoreFragment::kSize]) const {
+  __device__ __forceinline__ void issue_scores(float (&s)[ScoreFragment::kSize], int key_slot) const {
     cursor.wait_full(shared.channels.queries);
     wgmma_fence();
-    wgmma_rows_rows<Config::kHeadDim, KeyTile, QueryTile>(s, operand(shared.in.k, own_rows()),
+    wgmma_rows_rows<Config::kHeadDim, KeyTile, QueryTile>(s, operand(shared.in.k[key_slot], own_rows()),
                                                           operand(shared.in.q[cursor.slot]));
     wgmma_commit_group();
   }
@@ -128,12 +158,12 @@ struct Consumer {
   }
   // Of the step that `of` stands at.  Before the first there is none: the wait passes at once, and what is computed is
   // dropped; one body for all steps keeps the compiler within its registers.
-  __device__ __forceinline__ void issue_dq(float (&dq)[kDqColumns / 2], Cursor<2> of) const {
+  __device__ __forceinline__ void issue_dq(float (&dq)[kDqColumns / 2], Cursor<2> of, int key_slot) const {
     of.wait_full(shared.gradients);
     constexpr u64 kDsPanel = GradientTile::kPanelBytes >> 4, kKeyPanel = KeyTile::kPanelBytes >> 4;
     wgmma_fence();
     wgmma_columns_columns<Config::kBlockK>(dq, operand(shared.ds[of.slot]) + (kSplitsRows ? group * kDsPanel : 0),
-                                           operand(shared.in.k) + (kSplitsRows ? 0 : group * kKeyPanel));
+                                           operand(shared.in.k[key_slot]) + (kSplitsRows ? 0 : group * kKeyPanel));
     wgmma_commit_group();
   }
   __device__ __forceinline__ void finish_dq(float (&dq)[kDqColumns / 2], Cursor<2> of) const {
@@ -189,6 +219,9 @@ struct Consumer {
     if constexpr (Config::kLateDp) issue_dp(dp);
     wgmma_wait_group<0>();
     pin(dp);
+    if constexpr (kStays) {
+      if (rest == 0) release_by_warp(shared.channels.values[group], 0);
+    }
     score_gradients_of(s, dp, s_at, statistics, units);
     if constexpr (kAddsGradients) {  // they are gradients of what comes behind the slopes
       if constexpr (kKeepsKeySums) {
@@ -236,17 +269,19 @@ struct Consumer {
   // Slots are given back by every warp, since each has read the statistics by ordinary loads.
   __device__ __forceinline__ void start() {
     float s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
-    issue_scores(s);
+    issue_scores(s, keys.slot);
     if (!Config::kLateDp) issue_dp(dp);
     enter_head();
     form_gradients(s, dp);
   }
   // Takes the turn, and hands it on once S and dP of the next step are queued.
-  __device__ __forceinline__ void advance() {
+  // In blocks that stay the next step may be that of the next tile of keys, whose rows nobody has to clear any more.
+  template <bool kCrosses = false> __device__ __forceinline__ void advance() {
     const int slot = cursor.slot;
     float dq[kDqColumns / 2], s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
+    const int keys_of_dq = key_slot(keys_before), keys_of_scores = key_slot(kCrosses ? next_slot() : keys.slot);
     turns.take();
-    issue_dq(dq, cursor.previous());
+    issue_dq(dq, cursor.previous(), keys_of_dq);
     issue_dv_dk(slot);
     wgmma_wait_group<2>();
     finish_dq(dq, cursor.previous());
@@ -256,7 +291,11 @@ struct Consumer {
     pin(probabilities);
     release_by_warp(shared.channels.douts, slot);
     cursor.advance();
-    issue_scores(s);
+    if constexpr (kStays) {
+      leave_keys();
+      if constexpr (kCrosses) enter_keys();
+    }
+    issue_scores(s, keys_of_scores);
     if constexpr (kSplitsRows) {  // registers: dS must be free before dP is there
       wgmma_wait_group<1>();
       pin(dk);
@@ -272,18 +311,28 @@ struct Consumer {
       release_by_warp(shared.channels.queries, slot);
     }
     if constexpr (!kPassesOver) before = at.number();
-    const int head = at.head;
-    at.advance(p, here());
-    if (Config::kHoldsBias && at.head != head) {
-      leave_head(head);
-      enter_head();
+    if constexpr (kCrosses) {
+      leave_with_values(p);
+      at = At(p, here());
+      rest = uniform(here().steps - 1);
+      form_gradients(s, dp);
+      leave_with_keys(p);
+    } else {
+      const int head = at.head;
+      at.advance(p, here());
+      if constexpr (kStays) --rest;
+      if (Config::kHoldsBias && at.head != head) {
+        leave_head(head);
+        enter_head();
+      }
+      form_gradients(s, dp);
     }
-    form_gradients(s, dp);
   }
   __device__ __forceinline__ void finish() {
     float dq[kDqColumns / 2];
+    const int keys_of_dq = key_slot(keys_before), own_keys = key_slot(keys.slot);
     turns.take();
-    issue_dq(dq, cursor.previous());
+    issue_dq(dq, cursor.previous(), keys_of_dq);
     issue_dv_dk(cursor.slot);
     wgmma_wait_group<2>();
     finish_dq(dq, cursor.previous());
@@ -292,7 +341,7 @@ struct Consumer {
     pin(dv);
     pin(dk);
     before = at.step(shared.channels, cursor.slot).number();
-    issue_dq(dq, cursor);
+    issue_dq(dq, cursor, own_keys);
     wgmma_wait_group<0>();
     finish_dq(dq, cursor);
   }
@@ -306,10 +355,88 @@ struct Consumer {
     finish();
   }
 
-  // ---- what stays ----
+  // ---- blocks that stay ----
+  // When dQ of the step before is there: the next one is formed with the tile at hand.
+  __device__ __forceinline__ void leave_keys() {
+    if (keys_before == keys.slot) return;
+    if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared_address(&shared.channels.keys.empty[keys_before]));
+    keys_before = keys.slot;
+  }
+  __device__ __forceinline__ void enter_keys() {
+    keys.advance();
+    await_tile();
+  }
+  __device__ __forceinline__ void await_tile() const {
+    keys.wait_full(shared.channels.keys);
+    await_values(keys);
+  }
+  // The warpgroup's half of V.
+  __device__ __forceinline__ void await_values(const Cursor<Config::kKeyStages>& tile) const {
+    Cursor<1>{0, shared.channels.works[tile.slot].values_phase}.wait_full(shared.channels.values[group]);
+  }
+  // Waits for what the producer tells of a tile; whether there is one.
+  __device__ __forceinline__ bool hears_of(const Cursor<Config::kKeyStages>& tile) const {
+    mbarrier_wait(shared_address(&shared.channels.told[tile.slot]), tile.phase);
+    return uniform(shared.channels.works[tile.slot].steps) > 0;
+  }
+  // Keys of a tile that no query sees are cleared by those who own them.
+  __device__ __forceinline__ void clear_unseen(const Cursor<Config::kKeyStages>& tile) const {
+    if constexpr (Visibility::kNarrows) {
+      const Work& next = shared.channels.works[tile.slot];
+      const Range alive = keys_seen_by_any(p, next.place, {0, next.place.seq_q(p)});
+      if (next.keys.begin >= alive.begin && next.keys.end <= alive.end) return;
+      tile.wait_full(shared.channels.keys);
+      await_values(tile);
+      const Range rows{alive.begin - next.keys.begin, alive.end - next.keys.begin};
+      const int thread = int(threadIdx.x % kWarpgroupThreads);
+      clear_rows_outside<kWarpgroupThreads>(shared.in.k[tile.slot], rows, thread, own_rows(), kWarpgroupRows);
+      clear_rows_outside<kWarpgroupThreads>(shared.in.v, rows, thread, own_rows(), kWarpgroupRows);
+      fence_proxy_async();
+      bar_sync(kGroupBarrier + group, kWarpgroupThreads);
+    }
+  }
+  // A gradient of the tile before, through the place in which the one before it may still be read.
+  template <int kSize> __device__ __forceinline__ void leave(float (&x)[kSize], float scale, const TensorMap& map) {
+    if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group_read<0>();
+    bar_sync(kGroupBarrier + group, kWarpgroupThreads);
+    pin(x);  // it is rounded behind the barrier, since registers are few in front of it
+    typedef PanelTile<kWarpgroupRows, 2 * kSize> Tile;
+    store_gradient(reinterpret_cast<Tile&>(shared.leaving[group]), 0, x, scale, map, p,
+                   shared.channels.works[keys_before], group * kWarpgroupRows, kGroupBarrier + group);
+    clear(x);
+  }
+  template <class P> __device__ __forceinline__ void leave_with_values(const P& p) { leave(dv, 1.f, p.dv_map); }
+  template <class P> __device__ __forceinline__ void leave_with_keys(const P& p) { leave(dk, p.scale, p.dk_map); }
+  // Tiles follow each other without a stop.
+  __device__ __forceinline__ void walk_on() {
+    if (!hears_of(keys)) return;
+    turns.open();
+    clear_unseen(keys);
+    rest = uniform(here().steps - 1);
+    at = At(p, here());
+    await_tile();
+    start();
+    while (true) {
+#pragma unroll 1
+      while (rest > 0) advance();
+      Cursor<Config::kKeyStages> next = keys;
+      next.advance();
+      if (!hears_of(next)) break;
+      clear_unseen(next);
+      advance<true>();
+    }
+    finish();
+    keys_before = keys.slot;
+    leave_with_values(p);
+    leave_with_keys(p);
+    if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group_read<0>();
+  }
+
+  // ---- what is left ----
   template <class Tile, int kSize>
   __device__ __forceinline__ void store(Tile& tile, const float (&x)[kSize], float scale, const TensorMap& map) const {
-    store_gradient(tile, group * kWarpgroupRows, x, scale, map, p, shared.channels.work, kGroupBarrier + group);
+    const int row = group * kWarpgroupRows;
+    store_gradient(tile, row, x, scale, map, p, shared.channels.work, row, kGroupBarrier + group);
   }
 };
 
@@ -333,7 +460,7 @@ __device__ __forceinline__ void clear_hidden_bias(const Params& p, SharedStorage
 }
 
 __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, const Work& work, int group) {
-  Consumer consumer(p, shared, work, group);
+  Consumer<SharedStorage> consumer(p, shared, work, group);
   await_keys<kAllBarrier, kGroups * kWarpgroupThreads>(p, shared.in, shared.channels, work);
   if (work.steps > 0 && (!kPassesOver || is_told_any(shared.channels))) consumer.walk();
   [&](const auto& p) {
@@ -348,7 +475,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       consumer.store(shared.in.v, consumer.dv, 1.f, p.dv_map);
       bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K
       clear_hidden_bias(p, shared, shared.channels.work);
-      consumer.store(shared.in.k, consumer.dk, p.scale, p.dk_map);
+      consumer.store(shared.in.k[0], consumer.dk, p.scale, p.dk_map);
       if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group_read<0>();
     }
   }(p);
@@ -387,6 +514,95 @@ __device__ __forceinline__ void add_in_turns(const Params& p, SharedStorage& sha
   }
 }
 
+// One thread, in blocks that stay: tells of one tile of keys after the other, and loads its K, each as soon as there is room.
+template <class Storage> __device__ __forceinline__ void produce_keys(const Params& p, Storage& shared) {
+  Cursor<Config::kKeyStages> keys;
+  u32 number = blockIdx.x, values_phase = 0;
+  while (true) {
+    keys.wait_empty(shared.channels.keys);
+    ToldTile& work = shared.channels.works[keys.slot];
+    const bool exists = number < u32(Place::key_tiles<Config::kBlockK>(p) * p.batch_size * p.heads_k);
+    if (exists) {
+      Work found(p, int(number));
+      if (found.steps == 0) {  // one, of queries that see nothing
+        found.first = max(0, min(found.first, Place::query_tiles<Config::kBlockQ>(p) - 1));
+        found.last = found.first + 1;
+        found.steps = p.group;
+      }
+      static_cast<Work&>(work) = found;
+      work.values_phase = values_phase;
+      values_phase ^= 1;
+    } else {
+      work.steps = 0;
+    }
+    mbarrier_arrive(shared_address(&shared.channels.told[keys.slot]));
+    if (!exists) return;
+    const u32 full = keys.full(shared.channels.keys);
+    const DescribedRow key = work.place.described_key(p, work.keys.begin, work.batch);
+    mbarrier_arrive_expect_tx(full, KeyTile::kBytes);
+    copy_panels(shared.in.k[keys.slot], p.k_map, full, {0, key.row, work.place.head_k, key.batch},
+                CachePolicy::kEvictFirst);
+    keys.advance();
+    number = gridDim.x + atomicAdd(static_cast<u32*>(p.turns), 1u);
+  }
+}
+// Each warpgroup's half of V, when it has finished with the one before.
+template <class Storage>
+__device__ __forceinline__ void load_values(const Params& p, Storage& shared, const Work& work, Cursor<1> values) {
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    const u32 full = values.full(shared.channels.values[group]);
+    values.wait_empty(shared.channels.values[group]);
+    mbarrier_arrive_expect_tx(full, ValueTile::kBytes / kGroups);
+    const int row = group * kWarpgroupRows;
+    const DescribedRow key = work.place.described_key(p, work.keys.begin + row, work.batch);
+    copy_rows(shared.in.v, row, p.v_map, full, {0, key.row, work.place.head_k, key.batch}, CachePolicy::kEvictFirst);
+  }
+}
+// Another one: the rest, tile by tile.
+template <class Storage> __device__ __forceinline__ void produce_tiles(const Params& p, Storage& shared) {
+  Cursor<Config::kStages> cursor;
+  Cursor<Config::kKeyStages> keys;
+  Cursor<1> values;
+  while (true) {
+    mbarrier_wait(shared_address(&shared.channels.told[keys.slot]), keys.phase);
+    const Work& work = shared.channels.works[keys.slot];
+    if (work.steps == 0) return;
+    Step step(p, work);
+    for (int rest = work.steps; rest > 0; --rest) {
+      load_step(p, shared.in, shared.channels, work, step, cursor, true, [] {});
+      if (rest == work.steps) load_values(p, shared, work, values);
+      step.advance(p, work);
+      cursor.advance();
+    }
+    keys.advance();
+    values.advance();
+  }
+}
+
+// One thread, before a barrier of the block.
+template <class Channels> __device__ __forceinline__ void init_staying(Channels& channels) {
+  if constexpr (kStays) {
+#pragma unroll
+    for (int slot = 0; slot < Config::kKeyStages; ++slot) mbarrier_init(shared_address(&channels.told[slot]), 1);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) channels.values[group].init(arrivals_of(kWarps / kGroups));
+  }
+}
+template <class Storage> __device__ __forceinline__ void stay(const Params& p, Storage& shared) {
+  if constexpr (kStays) {
+    const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
+    if (group == 0) {
+      setmaxnreg_dec<Config::kProducerRegisters>();
+      if (threadIdx.x == 0) produce_tiles(p, shared);
+      if (threadIdx.x == 32) produce_keys(p, shared);
+    } else {
+      setmaxnreg_inc<Config::kConsumerRegisters>();
+      Consumer<Storage>(p, shared, shared.channels.works[0], group - 1).walk_on();
+    }
+  }
+}
+
 // One thread: what consumers make of the gradient of a bias.
 __device__ __forceinline__ void return_bias(const Params& p, SharedStorage& shared, const Work& work) {
   Step step(p, work);
@@ -402,14 +618,19 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
   if constexpr (Config::kDeterministic) start_number(static_cast<u32*>(p.turns), &shared.channels.started);
   if (threadIdx.x == 0) {
-    set_work(p, shared.channels);
-    shared.channels.init(arrivals_of(kWarps));
+    if (!kStays) set_work(p, shared.channels);
+    shared.channels.init(arrivals_of(kWarps), kStays ? kGroups : 1);
+    init_staying(shared.channels);
     shared.gradients.init(kGroups, arrivals_of(kWarps));
     shared.channels.init_bias(kWarps);
     if constexpr (Config::kDeterministic) shared.dq_sums.init(1, arrivals_of(kWarps));
     fence_mbarrier_init();
   }
   __syncthreads();
+  if (kStays) {
+    stay(p, shared);
+    return;
+  }
   const Work work = shared.channels.work;
   if (kPacked && is_empty(work.keys)) return;  // the number of a tile that its segment has no rows for
   if (kHasPlanes && !is_split(p, work.place)) return;

@@ -18,7 +18,7 @@ typedef PanelTile<Config::kBlockQ, Config::kHeadDim> QueryTile;
 typedef PanelTile<Config::kBlockQ, Config::kHeadDimV> DoutTile;
 
 struct InputTiles {
-  KeyTile k;
+  KeyTile k[Config::kKeyStages];
   ValueTile v;
   QueryTile q[Config::kStages];
   DoutTile dout[Config::kStages];
@@ -42,16 +42,27 @@ template <> struct ToldSteps<false> {
   __device__ __forceinline__ Told heard(int) const { return Told(); }
 };
 
-struct InputChannels : GradientUnits<kHasPlanes>, BiasChannels, ToldSteps<kPassesOver> {
+// Tiles of keys of a block that stays, each told by its producer before K is there.
+struct ToldTile : Work {
+  u32 values_phase;  // in which V arrives
+};
+template <int kTiles> struct ToldTiles {
+  u64 told[kTiles];
+  ToldTile works[kTiles];  // one without steps ends the block
+  Channel<1> values[2];    // V, each half for the warpgroup that owns its keys
+};
+template <> struct ToldTiles<1> {};  // the block ends with its tile
+
+struct InputChannels : GradientUnits<kHasPlanes>, BiasChannels, ToldSteps<kPassesOver>, ToldTiles<Config::kKeyStages> {
   Statistics statistics[Config::kStages];
-  Channel<1> keys;
+  Channel<Config::kKeyStages> keys;
   Channel<Config::kStages> queries, douts;
   Work work;
   u32 started;  // blocks before this one, where they take turns
 
-  // By one thread, before a barrier of the block; `readers` give back a slot.
-  __device__ __forceinline__ void init(int readers) {
-    keys.init(1);
+  // By one thread, before a barrier of the block; `readers` give back a slot, `key_readers` a tile of keys.
+  __device__ __forceinline__ void init(int readers, int key_readers = 1) {
+    keys.init(key_readers);
     queries.init(readers);
     douts.init(readers);
   }
@@ -68,6 +79,30 @@ __device__ __forceinline__ u32* turn_counter(const Params& p, i64 sums) {
   return static_cast<u32*>(p.turns) + 1 + sums;
 }
 
+// Of one step; `tell` writes what consumers need to know of it, when its slot is free.
+template <class Tell>
+__device__ __forceinline__ void load_step(const Params& p, InputTiles& tiles, InputChannels& channels, const Work& work,
+                                          const Step& step, const Cursor<Config::kStages>& cursor, bool leads,
+                                          Tell tell) {
+  const DescribedRow query = work.place.described_query(p, step.tile * Config::kBlockQ, work.batch);
+  const BoxCorner corner{0, query.row, step.head, query.batch};
+  constexpr u32 kStatisticsBytes = sizeof(Statistics);
+  const u32 q_full = cursor.full(channels.queries), dout_full = cursor.full(channels.douts);
+  cursor.wait_empty(channels.queries);
+  if (leads) {
+    tell();
+    mbarrier_arrive_expect_tx(q_full, QueryTile::kBytes + kStatisticsBytes);
+    copy_panels(tiles.q[cursor.slot], p.q_map, q_full, corner, CachePolicy::kEvictNormal);
+    cp_async_bulk_load(shared_address(&channels.statistics[cursor.slot]),
+                       static_cast<const Statistics*>(p.statistics) + step.number(), kStatisticsBytes, q_full);
+  }
+  cursor.wait_empty(channels.douts);
+  if (leads) {
+    mbarrier_arrive_expect_tx(dout_full, DoutTile::kBytes);
+    copy_panels(tiles.dout[cursor.slot], p.dout_map, dout_full, corner, CachePolicy::kEvictNormal);
+  }
+}
+
 // Loads in the order in which the consumers use what is loaded: one thread, or where hidden tiles are passed over, a warp.
 // `kTellsTurns`: the turns of adding to dq are told as well.
 constexpr int kProducers = kPassesOver ? 32 : 1;
@@ -80,30 +115,13 @@ __device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, Inpu
     mbarrier_arrive_expect_tx(full, KeyTile::kBytes + ValueTile::kBytes);
     const DescribedRow key = work.place.described_key(p, work.keys.begin, work.batch);
     const BoxCorner at{0, key.row, work.place.head_k, key.batch};
-    copy_panels(tiles.k, p.k_map, full, at, CachePolicy::kEvictFirst);
+    copy_panels(tiles.k[0], p.k_map, full, at, CachePolicy::kEvictFirst);
     copy_panels(tiles.v, p.v_map, full, at, CachePolicy::kEvictFirst);
   }
   Cursor<Config::kStages> cursor;
   BiasWriter<Config::kBiasStages> bias;
-  // `tell` writes what consumers need to know of the step, when its slot is free.
   const auto load = [&](const Step& step, auto tell) {
-    const DescribedRow query = work.place.described_query(p, step.tile * Config::kBlockQ, work.batch);
-    const BoxCorner corner{0, query.row, step.head, query.batch};
-    constexpr u32 kStatisticsBytes = sizeof(Statistics);
-    const u32 q_full = cursor.full(channels.queries), dout_full = cursor.full(channels.douts);
-    cursor.wait_empty(channels.queries);
-    if (leads) {
-      tell();
-      mbarrier_arrive_expect_tx(q_full, QueryTile::kBytes + kStatisticsBytes);
-      copy_panels(tiles.q[cursor.slot], p.q_map, q_full, corner, CachePolicy::kEvictNormal);
-      cp_async_bulk_load(shared_address(&channels.statistics[cursor.slot]),
-                         static_cast<const Statistics*>(p.statistics) + step.number(), kStatisticsBytes, q_full);
-    }
-    cursor.wait_empty(channels.douts);
-    if (leads) {
-      mbarrier_arrive_expect_tx(dout_full, DoutTile::kBytes);
-      copy_panels(tiles.dout[cursor.slot], p.dout_map, dout_full, corner, CachePolicy::kEvictNormal);
-    }
+    load_step(p, tiles, channels, work, step, cursor, leads, tell);
     bias.load(p, biases, channels, work.batch, step.head, step.tile * Config::kBlockQ, work.keys.begin, leads);
   };
   if constexpr (kPassesOver) {
@@ -181,7 +199,7 @@ template <int kBarrier, int kThreads>
 __device__ __forceinline__ void await_keys(const Params& p, InputTiles& tiles, InputChannels& channels,
                                            const Work& work) {
   await_keys<kBarrier, kThreads>(p, channels, work, [&](Range rows, int thread) {
-    clear_rows_outside<kThreads>(tiles.k, rows, thread);
+    clear_rows_outside<kThreads>(tiles.k[0], rows, thread);
     clear_rows_outside<kThreads>(tiles.v, rows, thread);
   });
 }
@@ -224,18 +242,19 @@ __device__ __forceinline__ void store_plane_gradient(const View& to, int key, fl
   store_rows<Fragment>(x, Fragment(key, 0), matrix<OutElement>(to, work.place.key_offset(to)), work.keys, {0, columns},
                        pairs, [&](int) { return scale; });
 }
-// One warpgroup's dK or dV: through the place of its own rows of the keys or values, from `row` on, into the array.
+// One warpgroup's dK or dV: through a place, from its row on, into the array, from a row of the tile of keys on.
 template <class Tile, int kSize>
 __device__ __forceinline__ void store_gradient(Tile& tile, int row, const float (&x)[kSize], float scale,
-                                               const TensorMap& map, const Params& p, const Work& work, int barrier) {
+                                               const TensorMap& map, const Params& p, const Work& work, int own_row,
+                                               int barrier) {
   const u32 thread = threadIdx.x % kWarpgroupThreads;
   store_accumulator<Element, kSize>(tile, row + int(thread / 32 * 16), [&](int i) { return x[i] * scale; });
   fence_proxy_async();
   bar_sync(barrier, kWarpgroupThreads);
   if (thread == 0) {
-    const DescribedRow at = work.place.described_key(p, work.keys.begin + row, work.batch);
-    if (!kPacked || work.keys.begin + row < work.place.seq_k(p))
-      store_panels(tile, row, map, {0, at.row, work.place.head_k, at.batch});
+    const int key = work.keys.begin + own_row;
+    const DescribedRow at = work.place.described_key(p, key, work.batch);
+    if (!kPacked || key < work.place.seq_k(p)) store_panels(tile, row, map, {0, at.row, work.place.head_k, at.batch});
     cp_async_bulk_commit_group();
   }
 }

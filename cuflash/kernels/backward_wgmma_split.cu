@@ -61,7 +61,7 @@ struct Consumer {
       float dq[kPanelColumns / 2];
       wgmma_fence();
       wgmma_columns_columns<Config::kBlockK>(dq, operand(shared.ds[of.slot]),
-                                             operand(shared.in.k) + panel * (KeyTile::kPanelBytes >> 4));
+                                             operand(shared.in.k[0]) + panel * (KeyTile::kPanelBytes >> 4));
       wgmma_commit_group();
       wgmma_wait_group<0>();
       pin(dq);
@@ -82,7 +82,7 @@ struct Consumer {
   }
   template <class Tile, int kSize>
   __device__ __forceinline__ void store(Tile& tile, const float (&x)[kSize], float scale, const TensorMap& map) const {
-    store_gradient(tile, 0, x, scale, map, p, work, kGroupBarrier + group);
+    store_gradient(tile, 0, x, scale, map, p, work, 0, kGroupBarrier + group);
     if (thread() == 0) cp_async_bulk_wait_group_read<0>();
   }
 };
@@ -98,7 +98,8 @@ struct ValueConsumer : Consumer {
   __device__ __forceinline__ void issue_scores(Scores& s) const {
     cursor.wait_full(shared.channels.queries);
     wgmma_fence();
-    wgmma_rows_rows<Config::kHeadDim, KeyTile, QueryTile>(s, operand(shared.in.k), operand(shared.in.q[cursor.slot]));
+    wgmma_rows_rows<Config::kHeadDim, KeyTile, QueryTile>(s, operand(shared.in.k[0]),
+                                                          operand(shared.in.q[cursor.slot]));
     wgmma_commit_group();
   }
   // S -> P for dV, and P times the slopes of the modifiers for the other warpgroup.
@@ -279,6 +280,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     KeyConsumer consumer(p, shared, work);
     if (work.steps > 0 && (!kPassesOver || is_told_any(shared.channels))) consumer.walk();
     bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
-    consumer.store(shared.in.k, consumer.dk, p.scale, p.dk_map);
+    consumer.store(shared.in.k[0], consumer.dk, p.scale, p.dk_map);
   }
 }

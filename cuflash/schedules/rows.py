@@ -21,6 +21,7 @@ class BackwardDelta:
     passes: int = 1  # rows of a thread
     key_tile: int = 0  # where dq is summed in turns: keys of the main kernel's tile,
     turns: int = 0  # and counters of a tile of queries
+    counts: bool = False  # blocks of the main kernel stay, and count the tiles that they take
     statistics_rows: int = 1  # of which the shifts lie together, behind them the deltas
     has_planes: bool = False  # which the main kernel multiplies, and whose units its statistics have
     bias_apart: bool = False  # a bias that is the same for all keys is left to this kernel

@@ -158,6 +158,7 @@ class BackwardSplitWgmma:
     holds_bias: bool = False
     returns_bias: bool = False
     sums_bias: bool = False
+    key_stages: int = 1  # blocks do not stay
 
     @property
     def statistics_rows(self) -> int:

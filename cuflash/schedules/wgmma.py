@@ -199,6 +199,7 @@ class BackwardWgmma:
     holds_bias: bool = False  # which is the same for all queries, in registers
     returns_bias: bool = False  # blocks of gradients take the places of those of the bias
     sums_bias: bool = False  # or are added to sums
+    key_stages: int = 1  # with several, blocks stay and take tile after tile of keys
 
     #: parts of a tile of dq that are summed apart
     dq_chunks = 1
@@ -225,7 +226,23 @@ class BackwardWgmma:
         biases = {"bias": self.bias_rows} if self.bias_stages else {}
         if self.returns_bias or self.sums_bias:
             biases["dbias"] = self.bias_rows
-        return {**queries, "k": self.block_k, "v": self.block_k, "dk": GROUP_ROWS, "dv": GROUP_ROWS, **biases}
+        v = GROUP_ROWS if self.persistent else self.block_k
+        return {**queries, "k": self.block_k, "v": v, "dk": GROUP_ROWS, "dv": GROUP_ROWS, **biases}
+
+    @property
+    def persistent(self) -> bool:
+        """Whether there are no more blocks than the device holds at once."""
+        return self.key_stages > 1
+
+    @property
+    def staying_bytes(self) -> int:
+        """Shared memory of blocks that stay: more tiles of K, results on their way to memory, and what consumers are told."""
+        if not self.persistent:
+            return 0
+        keys = (self.key_stages - 1) * panel_bytes(self.block_k, self.dq_width)
+        leaving = 2 * panel_bytes(GROUP_ROWS, max(self.head_dim, self.head_dim_v))
+        told = self.key_stages * (8 + WORK_BYTES + channel_bytes(1)) + 2 * channel_bytes(1)
+        return keys + leaving + told
 
     @property
     def exchanged_bytes(self) -> int:
@@ -248,6 +265,7 @@ class BackwardWgmma:
                 + self.stages * (queries + statistics + TOLD_STEP_BYTES)
                 + gradients
                 + self.exchanged_bytes
+                + self.staying_bytes
                 + channels,
                 PANEL_ALIGNMENT,
             )
@@ -462,6 +480,11 @@ def limited_forwards(
             yield config, tile.max_keys
 
 
+KEY_STAGES = 3  # tiles of K of a block that stays
+# Steps of a tile of keys, on the average, up to which blocks stay.  H200, 2026-11-30, bf16, d 64, S 1024 and 4096, microseconds
+# without and with: causal 607 and 507, 1521 and 1468; full 886 and 805, 2731 and 2752 (a step takes 4 % longer, a tile's ends
+# 1.4 in place of 4.6)
+STAYING_STEPS = 17
 MAX_PAIRED = 128  # head size up to which dK and dV together fit in a warpgroup's registers
 
 
@@ -478,7 +501,8 @@ def backward(
     `bias` is its form, and `dbias` where its gradient lies.
     """
     if bias == "apart":
-        return replace(backward(without_bias(problem), shared_limit, aligned), bias_apart=True)
+        found = backward(without_bias(problem), shared_limit, aligned, deterministic=deterministic)
+        return replace(found, bias_apart=True)
     head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
     widest = max(head_dim, head_dim_v)
     looks = any(m.knows_tiles() for m in problem.modifiers)
@@ -512,11 +536,24 @@ def backward(
         producer_registers=producer,
         consumer_registers=consumer,
     )
+    if not deterministic and stays(problem, config):
+        config = replace(config, key_stages=KEY_STAGES)
     fits = replace(config, deterministic=deterministic).shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit
     spills = summed and rich and widest > PANEL_COLUMNS
     if bias and (spills or not fits):
         return backward(problem, shared_limit, aligned)  # which reads the bias from memory
     return config
+
+
+def stays(problem: Problem, config: BackwardWgmma) -> bool:
+    """Whether blocks take tile after tile of keys: where these have few steps, so that their ends count."""
+    others = [m for m in problem.modifiers if m.kind != "sum" and m.name != "causal"]
+    if config.block_q != 2 * GROUP_ROWS or others or problem.scale <= 0 or problem.dtype == "float32":
+        return False  # other forms have no registers, or no room, for what such a block keeps
+    steps = query_tiles(problem, config.block_q)
+    if problem.modifier("causal") is not None:
+        steps = (steps + 1) // 2
+    return steps * problem.group <= STAYING_STEPS
 
 
 def itemsize_of_gradient(problem: Problem, dbias: Placed | None, bias: str) -> int:

@@ -25,6 +25,7 @@ from tests.emulator.mutants import mutate
 from tests.tolerance import Expectation
 
 HOPPER = described_device(90)
+SMALL = replace(HOPPER, multiprocessors=2)  # blocks that stay take several tiles of keys each
 MANY_SEEDS = range(12)
 
 #: head sizes of each form
@@ -44,11 +45,11 @@ def check(case: Case, seeds: Iterable[int] = SEEDS, **options) -> None:
     check_call(call, dout, dlse, seeds, **options)
 
 
-def check_call(call: problem.Call, dout, dlse, seeds: Iterable[int] = SEEDS, **options) -> None:
+def check_call(call: problem.Call, dout, dlse, seeds: Iterable[int] = SEEDS, device=HOPPER, **options) -> None:
     expectation = Expectation(call, dout, dlse)
     out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
     for seed in seeds:
-        gradients = kernels.backward(call, out, lse, dout, dlse, HOPPER, seed, requested="wgmma", **options)
+        gradients = kernels.backward(call, out, lse, dout, dlse, device, seed, requested="wgmma", **options)
         expectation.check_backward(gradients)
 
 
@@ -62,10 +63,11 @@ def config_of(case: Case) -> BackwardWgmma:
 
 
 def test_forms():
-    configs = {form: config_of(of(form)) for form in FORMS}
+    configs = {form: config_of(of(form, seq_q=200)) for form in FORMS}
     assert [c.block_q for c in configs.values()] == [128, 64, 64, 64]
     assert [c.late_dp for c in configs.values()] == [False, False, True, False]
     assert [isinstance(c, BackwardWgmmaSplit) for c in configs.values()] == [False, False, False, True]
+    assert [c.key_stages for c in configs.values()] == [3, 1, 1, 1]
 
 
 # ---- schedules and lengths -------------------------------------------------------------------------------------------
@@ -94,6 +96,32 @@ def test_lengths(form, causal):
 def test_head_sizes(sizes):
     head_dim, head_dim_v = sizes
     check(Case("", "float16", head_dim=head_dim, head_dim_v=head_dim_v, seq_q=130, seq_k=70, causal=True), (0, 5))
+
+
+# ---- blocks that stay -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seq_q": 450, "seq_k": 450, "causal": True},
+        {"seq_q": 270, "seq_k": 330, "heads_q": 4, "causal": True, "dlse": True},
+        {"seq_q": 260, "seq_k": 520, "causal": "top_left"},
+        {"seq_q": 300, "seq_k": 300},
+    ],
+    ids=["steps of one tile", "group", "keys that nobody sees", "full"],
+)
+def test_blocks_stay(fields):
+    """Tiles of one step, of none, and of keys that have to be cleared."""
+    check(of("rows", **{"batch": (2,), "heads_q": 2, "heads_k": 2, **fields}), (0, 1, 2), device=SMALL, residents=2)
+
+
+def test_blocks_stay_where_tiles_have_few_steps():
+    def stages(**fields) -> int:
+        return config_of(of("rows", batch=(), heads_q=2, heads_k=2, seq_k=200, **fields)).key_stages
+
+    assert [stages(seq_q=n) for n in (128, 17 * 128, 17 * 128 + 1)] == [3, 3, 1]
+    assert [stages(seq_q=n, causal=True) for n in (34 * 128, 34 * 128 + 1)] == [3, 1]
+    assert stages(seq_q=200, window=(10, 10)) == stages(seq_q=200, lengths=(150,)) == 1
+    assert config_of(of("columns", seq_q=200)).key_stages == 1
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -172,15 +200,20 @@ BUGS = [
     ("columns", "dQ is read before it is there", "wgmma_wait_group<2>();\n    finish_dq(dq, cursor.previous());\n    if constexpr",
      "finish_dq(dq, cursor.previous());\n    if constexpr"),
     ("columns", "queries are given back while they are read", "wgmma_wait_group<Config::kLateDp ? 1 : 2>();", ""),
-    ("columns", "dS is overwritten while it is read", "    cursor.wait_empty(shared.gradients);\n", ""),
+    ("columns", "dS is overwritten while it is read", "    cursor.wait_empty(shared.gradients);\n    store_operand(shared.ds[cursor.slot], warp_key(own_thread())", "    store_operand(shared.ds[cursor.slot], warp_key(own_thread())"),
     ("columns", "dS is read before it is written", "    of.wait_full(shared.gradients);\n", ""),
-    ("columns", "dS is not made visible to wgmma", "    fence_proxy_async();\n    arrive_by_warp(cursor", "    arrive_by_warp(cursor"),
+    ("columns", "dS is not made visible to wgmma", "warp_key(own_thread()), gradients);\n    fence_proxy_async();", "warp_key(own_thread()), gradients);"),
     ("columns", "K is overwritten while the other still reads it",
      "bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K", ""),
-    ("columns", "the last dQ is forgotten", "    issue_dq(dq, cursor);\n    wgmma_wait_group<0>();\n    finish_dq(dq, cursor);\n", ""),
+    ("columns", "the last dQ is forgotten", "    issue_dq(dq, cursor, own_keys);\n    wgmma_wait_group<0>();\n    finish_dq(dq, cursor);\n", ""),
     ("columns", "the warpgroups swap their columns of dQ", "warp % 4 * kGroups + warp / 4", "warp"),
     ("columns", "a head of the group is forgotten", "      tile = begin(work);\n      ++head;\n", "      tile = begin(work);\n"),
-    ("columns", "statistics of the other slot", "shared.channels.statistics[cursor.slot]", "shared.channels.statistics[cursor.slot ^ 1]"),
+    ("columns", "statistics of the other slot", "shared.channels.statistics[cursor.slot];\n    probabilities", "shared.channels.statistics[cursor.slot ^ 1];\n    probabilities"),
+    ("rows", "dQ of a tile's last step takes the next one's K", "keys_of_dq = key_slot(keys_before), keys_of_scores", "keys_of_dq = key_slot(keys.slot), keys_of_scores"),
+    ("rows", "a tile's first step takes the last one's K", "key_slot(kCrosses ? next_slot() : keys.slot)", "key_slot(keys.slot)"),
+    ("rows", "K is given back before dQ of its last step", "    finish_dq(dq, cursor.previous());\n    if constexpr (kPassesOver)", "    if constexpr (kPassesOver)"),
+    ("rows", "V is given back while dP is formed", "    wgmma_wait_group<0>();\n    pin(dp);\n    if constexpr (kStays)", "    if constexpr (kStays)"),
+    ("rows", "dK leaves through a place that is still read", "    if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group_read<0>();\n    bar_sync", "    bar_sync"),
     ("rows", "dP is there before dS is used up", "      wgmma_wait_group<1>();\n      pin(dk);", "      pin(dk);"),
     ("rows", "the warpgroups share their queries of dQ", "(kSplitsRows ? group * kDsPanel : 0)", "0"),
     ("split", "P is overwritten while it is read", "    p_cursor.wait_empty(shared.probabilities);\n", ""),
@@ -199,6 +232,7 @@ def test_bug_is_noticed(bug):
     kernel = config_of(of(form)).kernel
     case = of(form, batch=(), heads_q=4, heads_k=2, seq_q=330, seq_k=150)
     call, dout, dlse = case.call()
+    device = replace(HOPPER, multiprocessors=1)  # blocks that stay take all tiles
     out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
     expectation = Expectation(call, dout, dlse)
 
@@ -207,7 +241,7 @@ def test_bug_is_noticed(bug):
         return mutate(whole, old, new) if variant.kernel == kernel else whole
 
     def run(**options) -> None:
-        expectation.check_backward(kernels.backward(call, out, lse, dout, dlse, HOPPER, requested="wgmma", **options))
+        expectation.check_backward(kernels.backward(call, out, lse, dout, dlse, device, requested="wgmma", **options))
 
     run(seed=1)  # the control: the kernel without the bug passes
     for seed in MANY_SEEDS:

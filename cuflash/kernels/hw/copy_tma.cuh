@@ -61,6 +61,17 @@ __device__ __forceinline__ void copy_panels(Tile& to, const TensorMap& map, u32 
     at.column += Tile::kWidth;
   }
 }
+// As many rows of a tile as a box of the map has, from `row` on.
+template <class Tile>
+__device__ __forceinline__ void copy_rows(Tile& to, int row, const TensorMap& map, u32 barrier, BoxCorner at,
+                                          CachePolicy policy) {
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    cp_async_bulk_tensor_load(to.address() + panel * Tile::kPanelBytes + row * kPanelRowBytes, &map, barrier, at,
+                              policy);
+    at.column += Tile::kWidth;
+  }
+}
 // The same where the tile is all that the barrier waits for.
 template <class Tile>
 __device__ __forceinline__ void load_panels(Tile& to, const TensorMap& map, u32 barrier, BoxCorner at,
@@ -114,12 +125,14 @@ __device__ __forceinline__ void store_panels(Tile& from, int row, const TensorMa
     at.column += Tile::kWidth;
   }
 }
-// Rows of a tile that lie outside `valid` become zeros, written by kThreads threads; the caller fences and synchronises.
+// Rows of a tile, of `count` from `first` on, that lie outside `valid` become zeros, written by kThreads threads; the caller fences
+// and synchronises.
 template <int kThreads, class Tile, class Rows>
-__device__ __forceinline__ void clear_rows_outside(Tile& tile, Rows valid, int thread) {
+__device__ __forceinline__ void clear_rows_outside(Tile& tile, Rows valid, int thread, int first = 0,
+                                                   int count = Tile::kRows) {
   constexpr int kChunks = int(Tile::kBytes) / 16 / Tile::kRows;
 #pragma unroll 1
-  for (int index = thread; index < Tile::kRows * kChunks; index += kThreads) {
+  for (int index = first * kChunks + thread; index < (first + count) * kChunks; index += kThreads) {
     const int row = index / kChunks;
     if (row >= valid.begin && row < valid.end) continue;
     const int panel = index % kChunks / 8, chunk = index % 8;
