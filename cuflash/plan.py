@@ -159,7 +159,7 @@ def plan_forward(
     if "column_sums" in at:  # a pass over the scores that follows, because it needs lse
         columns = schedule.columns(problem, device.shared_limit, all(at[n].aligned(16, axes) for n in "qk"))
         steps.append(Step(Variant(columns.kernel, problem.dtype, names, columns), columns.blocks(problem)))
-    ahead, ahead_bytes = looking_ahead(problem, names, "forward")
+    ahead, ahead_bytes, ahead_places = looking_ahead(problem, names, "forward")
     planned, passes_bytes = checked(*ahead, *steps), {**passes_bytes, **ahead_bytes}
     values = {
         **common_values(problem, getattr(config, "bias_apart", False)),
@@ -169,7 +169,7 @@ def plan_forward(
         **of_segments,
     }
     with_statistics = any(name in at for name in abi.STATISTICS)
-    template, offsets = pack("forward", problem, at, values, variant.maps, with_statistics)
+    template, offsets = pack("forward", problem, at | ahead_places, values, variant.maps, with_statistics)
     maps = tensor_maps(variant, problem, at, other)
     return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps, passes_bytes=passes_bytes)
 
@@ -179,12 +179,14 @@ def steps_of(problem: Problem, names: tuple[str, ...], *configs: Config) -> list
     return [Step(variant_of(problem, names, c), c.blocks(problem)) for c in configs]
 
 
-def looking_ahead(problem: Problem, names: tuple[str, ...], direction: str) -> tuple[list[Step], dict[str, int]]:
-    """What kernels that pass over hidden tiles need to know before they start: launches, and bytes by field name."""
+def looking_ahead(
+    problem: Problem, names: tuple[str, ...], direction: str
+) -> tuple[list[Step], dict[str, int], dict[str, Placed]]:
+    """What kernels that pass over hidden tiles need to know before they start: launches, bytes by field name, and places."""
     if problem.modifier("documents") is None:
-        return [], {}
+        return [], {}, {}
     first = rows.DocumentBounds(direction)
-    return steps_of(problem, names, first), {"document_bounds": first.bytes_of(problem)}
+    return steps_of(problem, names, first), first.bytes_of(problem), first.places(problem)
 
 
 def variant_of(problem: Problem, names: tuple[str, ...], config: Config) -> Variant:
@@ -205,14 +207,14 @@ def plan_jvp(
     config = backend.schedule.jvp(problem, device.shared_limit, all(at[name].aligned(16, axes) for name in moving))
     names = chain_names(problem)
     step = Step(Variant(config.kernel, problem.dtype, names, config), grid(config, problem, device))
-    ahead, ahead_bytes = looking_ahead(problem, names, "jvp")
+    ahead, ahead_bytes, ahead_places = looking_ahead(problem, names, "jvp")
     values = {
         **common_values(problem),
         "out_vectors": vectors(at["out"], axes),
         "out_tangent_vectors": vectors(at["out_tangent"], axes),
         "section": order.section(problem, device.cache_bytes),
     }
-    template, offsets = pack("jvp", problem, at, values)
+    template, offsets = pack("jvp", problem, at | ahead_places, values)
     steps = checked(*ahead, step)
     return Plan(problem, device, backend.name, reasons, steps, template, offsets, passes_bytes=ahead_bytes)
 
@@ -230,14 +232,14 @@ def plan_hvp(
     names = chain_names(problem)
     configs = [rows.hvp_delta(problem)]
     configs += [backend.schedule.hvp(problem, device.shared_limit, aligned, owns_keys) for owns_keys in (True, False)]
-    ahead, ahead_bytes = looking_ahead(problem, names, "hvp")
+    ahead, ahead_bytes, ahead_places = looking_ahead(problem, names, "hvp")
     steps = checked(*ahead, *steps_of(problem, names, *configs))
     values = {
         **common_values(problem),
         "section": order.section(problem, device.cache_bytes),
         **{f"{name}_vectors": vectors(at[name], axes) for name in ("dq", "dk", "dv")},
     }
-    template, offsets = pack("hvp", problem, at, values)
+    template, offsets = pack("hvp", problem, at | ahead_places, values)
     lines = problem.batch_size * problem.heads_q * problem.seq_q
     statistics_bytes = 4 * np.dtype(problem.accumulator).itemsize * lines
     return Plan(
@@ -348,7 +350,7 @@ def plan_backward(
         around = rows.BackwardBounds(), rows.BackwardSums(main.sum_digits)
         before_all, after_all = steps_of(problem, names, *around)
         steps = [before_all, *steps, after_all]
-    ahead, ahead_bytes = looking_ahead(problem, names, "backward")
+    ahead, ahead_bytes, ahead_places = looking_ahead(problem, names, "backward")
     planned = checked(*ahead, *steps)
     variant = variant_of(problem, names, main)
     values = {
@@ -359,7 +361,7 @@ def plan_backward(
         **{f"{name}_vectors": vectors(at[name], axes) for name in ("dq", "dk", "dv")},
         **of_segments,
     }
-    template, offsets = pack("backward", problem, at, values, variant.maps)
+    template, offsets = pack("backward", problem, at | ahead_places, values, variant.maps)
     real = np.dtype(problem.accumulator).itemsize
     return Plan(
         problem,

@@ -49,23 +49,13 @@ class Documents(Modifier):
     fields: ClassVar[tuple[tuple[str, str], ...]] = (
         ("View", "document_q"),
         ("View", "document_k"),
-        ("Pointer", "document_bounds"),  # kernels/document_bounds.cu, of each batch entry, first those of the queries
+        # of each granule, by kernels/document_bounds.cu
+        ("View", "document_bounds_q"),
+        ("View", "document_bounds_k"),
     )
     cuda: ClassVar[str] = """
 struct Documents {
   static constexpr int kGranule = GRANULE;
-  struct Ids {
-    int least, most;
-    __device__ __forceinline__ void add(int id) {
-      least = min(least, id);
-      most = max(most, id);
-    }
-  };
-  static __device__ __forceinline__ Ids no_ids() { return {0x7fffffff, -0x7fffffff - 1}; }
-
-  // Granules of one side, and of both sides of a batch entry.
-  static __device__ __forceinline__ int granules_of(int length) { return tiles_of(length, kGranule); }
-  static __device__ __forceinline__ int granules(const Params& p) { return granules_of(p.seq_q) + granules_of(p.seq_k); }
 
   // What a query and a key have of the mask, and whether they meet.
   typedef int OfQuery;
@@ -80,28 +70,24 @@ struct Documents {
   static __device__ __forceinline__ bool visible(const Params& p, const Place& place, int q, int k) {
     return meet(of_query(p, place, q), of_key(p, place, k));
   }
-  static __device__ __forceinline__ Ids ids_of(const Ids* bounds, Range positions) {
-    Ids ids = no_ids();
+  struct Ids { int least, most; };
+  static __device__ __forceinline__ Ids ids_of(const View& bounds, const Place& place, Range positions) {
+    const int* of = static_cast<const int*>(bounds.data) + place.offset(bounds);
+    Ids ids{0x7fffffff, -0x7fffffff - 1};
 #pragma unroll 1
     for (int granule = positions.begin / kGranule; granule <= (positions.end - 1) / kGranule; ++granule) {
-      const Ids own = bounds[granule];
-      ids.add(own.least);
-      ids.add(own.most);
+      ids.least = min(ids.least, of[granule * bounds.row]);
+      ids.most = max(ids.most, of[granule * bounds.row + bounds.column]);
     }
     return ids;
   }
-  struct Sides { Ids q, k; };
-  static __device__ __forceinline__ Sides sides_of(const Params& p, const Place& place, Range queries, Range keys) {
-    const Ids* bounds = static_cast<const Ids*>(p.document_bounds) + i64(place.entry(p)) * granules(p);
-    return {ids_of(bounds, queries), ids_of(bounds + granules_of(p.seq_q), keys)};
-  }
   static __device__ __forceinline__ bool tile_is_hidden(const Params& p, const Place& place, Range queries, Range keys) {
-    const Sides ids = sides_of(p, place, queries, keys);
-    return ids.q.most < ids.k.least || ids.k.most < ids.q.least;
+    const Ids q = ids_of(p.document_bounds_q, place, queries), k = ids_of(p.document_bounds_k, place, keys);
+    return q.most < k.least || k.most < q.least;
   }
   static __device__ __forceinline__ bool tile_is_clear(const Params& p, const Place& place, Range queries, Range keys) {
-    const Sides ids = sides_of(p, place, queries, keys);
-    return ids.q.least == ids.k.most && ids.q.most == ids.k.least;  // one id on both sides
+    const Ids q = ids_of(p.document_bounds_q, place, queries), k = ids_of(p.document_bounds_k, place, keys);
+    return q.least == k.most && q.most == k.least;  // one id on both sides
   }
 };
 """.replace("GRANULE", str(GRANULE))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cuflash.modifiers.documents import GRANULE
+from cuflash.place import Placed
 from cuflash.problem import Problem
 from cuflash.schedules.base import query_tiles, tiles
+
+PAIR_BYTES = 8  # of the smallest and the largest id of a granule
 
 
 @dataclass(frozen=True)
@@ -80,17 +84,27 @@ class DocumentBounds:
         """None."""
         return 0
 
-    def granules(self, problem: Problem) -> int:
-        """Those of both sides, in all batch entries."""
-        return problem.batch_size * (tiles(problem.seq_q, GRANULE) + tiles(problem.seq_k, GRANULE))
+    def granules(self, problem: Problem) -> dict[str, int]:
+        """Those of a batch entry, by field name."""
+        return {
+            f"document_bounds_{side}": tiles(n, GRANULE) for side, n in (("q", problem.seq_q), ("k", problem.seq_k))
+        }
 
     def blocks(self, problem: Problem) -> int:
         """All granules."""
-        return tiles(self.granules(problem), self.threads // 32)
+        return tiles(problem.batch_size * sum(self.granules(problem).values()), self.threads // 32)
 
-    def bytes_of(self, problem: Problem) -> int:
-        """Memory of the smallest and the largest id of each."""
-        return 8 * self.granules(problem)
+    def places(self, problem: Problem) -> dict[str, Placed]:
+        """Where the smallest and the largest id of each lie, by field name: one batch entry after the other."""
+        found = {}
+        for name, count in self.granules(problem).items():
+            lengths = [PAIR_BYTES * count * math.prod(problem.batch[axis + 1 :]) for axis in range(len(problem.batch))]
+            found[name] = Placed((*lengths, 0, PAIR_BYTES, PAIR_BYTES // 2), PAIR_BYTES // 2, 0)
+        return found
+
+    def bytes_of(self, problem: Problem) -> dict[str, int]:
+        """Memory of them."""
+        return {name: problem.batch_size * n * PAIR_BYTES for name, n in self.granules(problem).items()}
 
 
 @dataclass(frozen=True)

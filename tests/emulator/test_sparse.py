@@ -93,17 +93,18 @@ def granules(ids: np.ndarray) -> list[list[int]]:
 @pytest.mark.parametrize("seq", [1, GRANULE - 1, GRANULE, GRANULE + 1, 5 * GRANULE + 3])
 @pytest.mark.parametrize("lead", [(), (1,), (3,)], ids=str)
 def test_granules_bound_their_ids(lead: tuple[int, ...], seq: int) -> None:
-    """Of each batch entry, the queries' before the keys'; ids lie together, far apart, or are the same for all entries."""
-    rng, seen = np.random.default_rng(seq), []
+    """Of each batch entry; ids lie together, far apart, or are the same for all entries."""
+    rng, seen = np.random.default_rng(seq), {}
     of_q = rng.integers(-(1 << 31), 1 << 31, (*lead, 2 * seq)).astype(np.int32)[..., ::2]
     of_k = rng.integers(-(1 << 31), 1 << 31, (70,)).astype(np.int32)
     arrays = Case("granules", "float16", batch=(3,), heads_q=2, heads_k=1, seq_q=seq, seq_k=70).make()
     q, k, v = (arrays[name] for name in "qkv")
     call = problem.describe(q, k, v, modifiers=[Documents(of_q, of_k)])
-    forward(call, 80, watch=lambda found: seen.append(found["document_bounds"].view(np.int32).reshape(3, -1, 2).copy()))
-    for entry, found in enumerate(seen[0]):
-        own = np.broadcast_to(of_q, (3, seq))[entry]
-        assert found.tolist() == granules(own) + granules(of_k)
+    forward(call, 80, watch=lambda found: seen.update({n: x.copy() for n, x in found.items() if "bounds" in n}))
+    for side, ids in (("q", of_q), ("k", of_k)):
+        found = seen[f"document_bounds_{side}"].view(np.int32).reshape(3, -1, 2)
+        for own, entry in zip(found, np.broadcast_to(ids, (3, ids.shape[-1])), strict=True):
+            assert own.tolist() == granules(entry)
 
 
 @pytest.mark.parametrize("seq", [(0, 40), (40, 0)], ids=str)
