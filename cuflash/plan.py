@@ -321,19 +321,19 @@ def plan_backward(
     padded = delta.rows_padded(problem)
     lines = problem.batch_size * problem.heads_q * padded
     counters = 0
-    if deterministic and lines:  # without a query nothing is summed
+    sums_dq = not getattr(main, "returns_bias", False)  # else it is made of the blocks of that gradient
+    if deterministic and lines and sums_dq:  # without a query nothing is summed
         main = schedule.in_turns(main, words_of_sums(problem, at))
         delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks, sum_digits=main.sum_digits)
         counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
-    if stays := getattr(main, "persistent", False):
+    if getattr(main, "persistent", False):
         delta, counters = replace(delta, counts=True), 1
     convert = schedule.convert(problem, main)
     if problem.is_packed and isinstance(convert, BackwardConvert):
         delta = replace(delta, sum_warps=convert.warps, sum_warp_columns=convert.dq_warp_columns)
     names = chain_names(problem)
-    steps, split_bytes = steps_of(problem, names, delta, main, convert), {}
-    if stays:
-        steps[1] = replace(steps[1], blocks=grid(main, problem, device))
+    steps = [Step(variant_of(problem, names, c), grid(c, problem, device)) for c in (delta, main, convert)]
+    split_bytes: Mapping[str, int] = {}
     of_segments: Mapping[str, int] = {}
     if problem.is_packed and schedule is wgmma:
         lists = SegmentLists("backward", of_keys=True, tile=main.block_k)
@@ -373,7 +373,7 @@ def plan_backward(
         offsets,
         tensor_maps(variant, problem, at),
         statistics_bytes=2 * real * lines,
-        dq_sum_bytes=real * lines * main.dq_width,
+        dq_sum_bytes=real * lines * main.dq_width if sums_dq else 0,
         turns_bytes=4 * counters,
         bounds_bytes=BOUNDS_BYTES * (problem.batch_size + 1) if main.sum_digits else 0,
         passes_bytes={**split_bytes, **ahead_bytes},

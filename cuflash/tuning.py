@@ -259,17 +259,31 @@ FORWARD_WGMMA_PLANE = (
 )
 
 # The same kernel where blocks of a bias come ahead of use; H200, 2026-11-30, bf16, B 4, H·d = 2048, S 4096: share of the speed
-# without a bias is left, full and causal.
+# without a bias that is left, full and causal.
 FORWARD_WGMMA_BIAS = (
-    # 0.67 and 0.69 (256 x 64 in three stages: 0.64 and 0.69, 192 x 64: 0.57 and 0.61, 128 x 64: 0.50 and 0.53)
-    ForwardWgmmaTile(64, 192, 128, 2, 1, continuous=False, bias_stages=2, max_weight=4),
-    # 0.63 and 0.61 (two stages and three of the bias: 0.61 and 0.59)
+    # 0.780 and 0.744 (two stages: 0.767 and 0.737, without guesses 0.701 and 0.687, warpgroups taking turns 0.756)
+    ForwardWgmmaTile(64, 192, 128, 3, 1, continuous=False, bias_stages=2, max_weight=3),
+    # 0.751 and 0.772 (three stages: 0.734 and 0.763)
+    ForwardWgmmaTile(64, 256, 64, 4, 1, continuous=False, bias_stages=3, max_weight=9),
+    # 0.680 and 0.685 (the bias brought to powers of two under the product of the scores: 0.613 and 0.629)
     ForwardWgmmaTile(64, 128, 128, 3, 2, continuous=True, bias_stages=2, max_weight=9),
-    # 0.79 and 0.82 (192 x 64 in three stages: 0.71 and 0.78, 128 x 96: 0.72 and 0.74, 128 x 64: 0.64 and 0.67)
-    ForwardWgmmaTile(128, 128, 128, 2, 1, continuous=False, bias_stages=2, max_weight=9),
+    # 0.792 and 0.769 (guesses: 0.785 and 0.779, 192 x 64 in three stages: 0.751 and 0.753, 192 x 80: 0.706 and 0.699)
+    ForwardWgmmaTile(128, 128, 128, 2, 1, continuous=False, optimistic=False, bias_stages=2, max_weight=9),
     ForwardWgmmaTile(128, 128, 64, 2, 2, continuous=True, bias_stages=4, max_weight=40),
     ForwardWgmmaTile(192, 128, 64, 2, 1, continuous=False, bias_stages=4, max_weight=40),
     ForwardWgmmaTile(256, 128, 64, 2, 1, continuous=False, bias_stages=2, max_weight=9),
+)
+
+# The same where it has one row for all queries; likewise.
+FORWARD_WGMMA_ROW = (
+    # 0.845 and 0.845
+    ForwardWgmmaTile(64, 256, 64, 6, 2, continuous=True, max_keys=2048, max_weight=3),
+    # 0.880 and 0.846
+    ForwardWgmmaTile(64, 192, 128, 4, 2, continuous=False, max_weight=7),
+    *(tile for tile in FORWARD_WGMMA if tile.max_head_dim == 96),
+    # 0.845 and 0.831 (192 x 80: 0.812 and 0.846)
+    ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_weight=9),
+    *(tile for tile in FORWARD_WGMMA if tile.max_head_dim >= 128),
 )
 
 # The same kernel with 8-bit inputs; H200, 2026-11-30, d 128, TFLOP/s full and causal.

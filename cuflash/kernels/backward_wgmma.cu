@@ -10,6 +10,7 @@
 // waits for the other's dS.  Where blocks add dQ in turns, two more threads of warpgroup 0 wait for them, so that no one else does.  Where scores are changed one by one, dP is queued late, when P needs no registers beside its own.
 // Where there is room, blocks stay and take one tile of keys after the other: their steps follow each other as if they were of one
 // tile, so that the tensor cores go on while dV and dK leave through a place of their own.
+// Where the gradient of a bias leaves in blocks, another kernel makes dQ of them.
 // Where tiles are hidden, these threads are warps that pass over them, and the first tells the consumers which step it is.
 // Invariants: producer and consumers walk the same steps; rows of Q, dO beyond seq_q and keys that nobody sees are zeros in
 // shared memory.
@@ -34,6 +35,9 @@ typedef PanelTile<Config::kBlockK, Config::kBlockQ> GradientTile;  // dS transpo
 typedef SumTile<kGroups * kWarpgroupThreads, kDqColumns / 8> DqTile;
 constexpr u32 kDqBytes = DqTile::kSize * sizeof(float);
 
+// Where blocks of the gradient of a bias leave, these are dS, of which another kernel makes dQ (backward_queries_wgmma.cu).
+constexpr bool kLeavesDq = Config::kReturnsBias;
+
 // Blocks stay, and K has three places: dQ of a tile's last step is formed when the next one's K is read, and a tile may have but one
 // step.
 constexpr bool kStays = Config::kKeyStages > 1;
@@ -50,11 +54,12 @@ template <> struct LeavingTiles<false> {};
 
 struct SharedStorage : BiasTiles, LeavingTiles<kStays> {
   InputTiles in;
-  GradientTile ds[2];
+  alignas(kLeavesDq ? 16 : 1024) unsigned char ds_data[kLeavesDq ? 16 : 2 * sizeof(GradientTile)];
   alignas(128) unsigned char dq_data[Config::kDeterministic ? 2 * kDqBytes : 16];
   InputChannels channels;
   Channel<2> gradients, dq_sums;
 
+  __device__ __forceinline__ GradientTile& ds(int slot) { return reinterpret_cast<GradientTile*>(ds_data)[slot]; }
   // In turns a block's dQ waits here; a slot is added by a thread of its own.
   __device__ __forceinline__ float* dq(int slot) { return reinterpret_cast<float*>(dq_data + slot * kDqBytes); }
 };
@@ -162,7 +167,7 @@ template <class Storage> struct Consumer {
     of.wait_full(shared.gradients);
     constexpr u64 kDsPanel = GradientTile::kPanelBytes >> 4, kKeyPanel = KeyTile::kPanelBytes >> 4;
     wgmma_fence();
-    wgmma_columns_columns<Config::kBlockK>(dq, operand(shared.ds[of.slot]) + (kSplitsRows ? group * kDsPanel : 0),
+    wgmma_columns_columns<Config::kBlockK>(dq, operand(shared.ds(of.slot)) + (kSplitsRows ? group * kDsPanel : 0),
                                            operand(shared.in.k[key_slot]) + (kSplitsRows ? 0 : group * kKeyPanel));
     wgmma_commit_group();
   }
@@ -237,8 +242,9 @@ template <class Storage> struct Consumer {
     }
     gradients.pack<Element>(s);
     bias.hand_over(gradients, s_at);
+    if constexpr (kLeavesDq) return;
     cursor.wait_empty(shared.gradients);
-    store_operand(shared.ds[cursor.slot], warp_key(own_thread()), gradients);
+    store_operand(shared.ds(cursor.slot), warp_key(own_thread()), gradients);
     fence_proxy_async();
     arrive_by_warp(cursor.full(shared.gradients));
   }
@@ -281,10 +287,12 @@ template <class Storage> struct Consumer {
     float dq[kDqColumns / 2], s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
     const int keys_of_dq = key_slot(keys_before), keys_of_scores = key_slot(kCrosses ? next_slot() : keys.slot);
     turns.take();
-    issue_dq(dq, cursor.previous(), keys_of_dq);
+    if constexpr (!kLeavesDq) issue_dq(dq, cursor.previous(), keys_of_dq);
     issue_dv_dk(slot);
-    wgmma_wait_group<2>();
-    finish_dq(dq, cursor.previous());
+    if constexpr (!kLeavesDq) {
+      wgmma_wait_group<2>();
+      finish_dq(dq, cursor.previous());
+    }
     if constexpr (kPassesOver) before = at.step(shared.channels, slot).number();
     wgmma_wait_group<1>();
     pin(dv);
@@ -332,14 +340,17 @@ template <class Storage> struct Consumer {
     float dq[kDqColumns / 2];
     const int keys_of_dq = key_slot(keys_before), own_keys = key_slot(keys.slot);
     turns.take();
-    issue_dq(dq, cursor.previous(), keys_of_dq);
+    if constexpr (!kLeavesDq) issue_dq(dq, cursor.previous(), keys_of_dq);
     issue_dv_dk(cursor.slot);
-    wgmma_wait_group<2>();
-    finish_dq(dq, cursor.previous());
+    if constexpr (!kLeavesDq) {
+      wgmma_wait_group<2>();
+      finish_dq(dq, cursor.previous());
+    }
     if (group == 0) turns.pass();
     wgmma_wait_group<0>();
     pin(dv);
     pin(dk);
+    if constexpr (kLeavesDq) return;
     before = at.step(shared.channels, cursor.slot).number();
     issue_dq(dq, cursor, own_keys);
     wgmma_wait_group<0>();

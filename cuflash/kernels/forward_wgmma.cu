@@ -95,9 +95,11 @@ typedef MmaFragment<1, Config::kHeadDimV / 8> OutFragment;
 typedef OnlineSoftmax<ScoreFragment> Softmax;
 
 // Where scores are plain products, of a whole block, the softmax guesses, and a warp whose guess is lost multiplies again, by mma.sync since the
-// other warps of its group do not.  Queries and keys are then handed back by each warp, otherwise once for a warpgroup.
-constexpr bool kGuesses =
-    Config::kOptimistic && Score::kIdentity && (!Visibility::kHasMask || Visibility::kClearsTiles);
+// other warps of its group do not.  Queries and keys are then handed back by each warp, otherwise once for a warpgroup.  A bias
+// that was brought is kept until then, too.
+constexpr bool kGuesses = Config::kOptimistic && (Score::kIdentity || AddedBias::kIsAtHand) &&
+                          (!Visibility::kHasMask || Visibility::kClearsTiles);
+constexpr bool kAsksAnew = AddedBias::kIsAtHand && Visibility::kNarrows;  // no register is left to remember it in
 constexpr int kReaderThreads = kGuesses ? 32 : kWarpgroupThreads,
               kReaders = kGroups * kWarpgroupThreads / kReaderThreads;
 
@@ -485,7 +487,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   const auto softmax_step = [&](Softmax& softmax, const Work& work, bool open, bool guesses) {
     bool moved = false, found = false;
     const auto& units = in_units(p, held_units);
-    if (guesses) {
+    if (kAsksAnew ? guesses && softmax.may_guess(units) : guesses) {
+      bias.try_on(s, s_at, units.scale);
       found = softmax.guess(s, alpha, moved, units, release_keys, [&] {
         clear(s);
         auto&& queries = in_pairs(shared.q[query_slot()]);
@@ -497,6 +500,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       release_keys();
     }
     k_at.advance();
+    if (found) bias.release();
     if (found && !moved) return false;
     if (!found) {
       ScoreSlopes<ScoreFragment> slopes;
@@ -513,7 +517,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       moved = softmax.rebase(s, alpha, subtracted, units);
       softmax.exponentiate(s, subtracted, units);
     }
-    if constexpr (kGuesses) trusted = softmax.may_guess(units);
+    if constexpr (kGuesses && !kAsksAnew) trusted = softmax.may_guess(units);
     return moved;
   };
   // Nobody may hand back before all have seen that it is there: who comes late, without a product to hold the others, would
@@ -652,7 +656,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       issue_output();
       // Only the first block reaches beyond the last key.
       const bool open = !(Visibility::kNarrows || kTells) || block.is_open(work);
-      const bool guesses = kGuesses && open && trusted;
+      const bool guesses = kGuesses && open && (kAsksAnew || trusted);
       wgmma_wait_group<1>();
       pin(s);
       const bool moved = softmax_step(softmax, work, open, guesses);

@@ -105,6 +105,10 @@ template <> struct BiasReturner<0> {
 struct BiasUser {
   // Of a block that nobody looks at.
   __device__ __forceinline__ void skip() {}
+  // Products -> scores for a guess, which may want them once more; then the block that they needed is handed back.
+  template <class Fragment>
+  __device__ __forceinline__ void try_on(Real (&)[Fragment::kSize], const Fragment&, Real) const {}
+  __device__ __forceinline__ void release() {}
   // Of the keys from `first` on, for the queries of a head.
   template <class Fragment> __device__ __forceinline__ void enter(const Params&, const Place&, int, const Fragment&) {}
   // The gradients of the scores of a block, once as they are and once as an operand whose rows are keys.
@@ -112,8 +116,8 @@ struct BiasUser {
   __device__ __forceinline__ void hand_over(const Real (&)[Fragment::kSize], const Fragment&) {}
   template <int kSteps, class Fragment>
   __device__ __forceinline__ void hand_over(const RegisterOperand<kSteps>&, const Fragment&) {}
-  // Where blocks go round with others, in two slots: registers need to hold but one place.
-  __device__ __forceinline__ void stand_at(const Cursor<2>&) {}
+  // Where blocks go round with others, in as many slots: registers need to hold but one place.
+  template <int kSlots> __device__ __forceinline__ void stand_at(const Cursor<kSlots>&) {}
 
   // The warp's first row, of scores.
   template <class Fragment> static __device__ __forceinline__ int warp_row(const Fragment& f) {
@@ -128,8 +132,8 @@ template <int kStages, bool kHolds> struct BiasReader : BiasUser {  // brought
   Cursor<1> sums_at;
 
   __device__ __forceinline__ BiasReader(BiasTilesOf<kStages>& t, BiasChannelsOf<kStages>& c) : tiles(t), channels(c) {}
-  __device__ __forceinline__ void stand_at(const Cursor<2>& place) {
-    at = place;
+  template <int kSlots> __device__ __forceinline__ void stand_at(const Cursor<kSlots>& place) {
+    if constexpr (kSlots == kStages) at = {place.slot, place.phase};
     sums_at.phase = place.slot;
   }
   __device__ __forceinline__ void release() {
@@ -140,14 +144,19 @@ template <int kStages, bool kHolds> struct BiasReader : BiasUser {  // brought
     at.wait_full(channels.biases);
     release();
   }
-  // In place: products -> scores.  The block is handed back, unless its gradient shall take its place.
+  // In place: products -> scores.
   template <class Fragment>
-  __device__ __forceinline__ void add_to(Real (&s)[Fragment::kSize], const Fragment& f, Real scale) {
+  __device__ __forceinline__ void try_on(Real (&s)[Fragment::kSize], const Fragment& f, Real scale) const {
     at.wait_full(channels.biases);
     for_each_pair<Fragment>(tiles.bias[at.slot], warp_row(f), [&](int i, u32 pair) {
       s[i] = s[i] * scale + to_real(OutElement{u16(pair)});
       s[i + 1] = s[i + 1] * scale + to_real(OutElement{u16(pair >> 16)});
     });
+  }
+  // The same; the block is handed back, unless its gradient shall take its place.
+  template <class Fragment>
+  __device__ __forceinline__ void add_to(Real (&s)[Fragment::kSize], const Fragment& f, Real scale) {
+    try_on(s, f, scale);
     if constexpr (!Config::kReturnsBias) release();
   }
   template <class Fragment>

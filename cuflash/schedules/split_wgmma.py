@@ -307,4 +307,4 @@ def convert(problem: Problem, main: Backward) -> BackwardConvert:
     if isinstance(main, BackwardSplitWgmma):
         width = main.dq_width
         return BackwardConvert(width, main.head_dim_v, width, main.block_q, warps=4, dq_warp_columns=1, has_planes=True)
-    return replace(wgmma.convert(problem, main), has_planes=True)
+    return replace(wgmma.convert_sums(main), has_planes=True)

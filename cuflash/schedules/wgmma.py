@@ -253,7 +253,7 @@ class BackwardWgmma:
         keys = panel_bytes(self.block_k, self.dq_width) + panel_bytes(self.block_k, self.head_dim_v)
         queries = panel_bytes(self.block_q, self.head_dim) + panel_bytes(self.block_q, self.head_dim_v)
         statistics = 2 * 4 * self.block_q
-        gradients = 2 * panel_bytes(self.block_k, self.block_q)
+        gradients = 16 if self.returns_bias else 2 * panel_bytes(self.block_k, self.block_q)
         channels = self.told_bytes + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
         channels += channel_bytes(self.bias_stages) + channel_bytes(1 if self.sums_bias else self.bias_stages)
         sums = panel_bytes(self.block_q, self.block_k, 4) if self.sums_bias else 0
@@ -273,6 +273,43 @@ class BackwardWgmma:
 
     def blocks(self, problem: Problem) -> int:
         return key_tiles(problem, self.block_k) * problem.heads_k * problem.batch_size
+
+
+@dataclass(frozen=True)
+class BackwardQueriesWgmma:
+    """Constants of backward_queries_wgmma.cu, which makes dq of the blocks of dS that the main kernel stored."""
+
+    kernel = "backward_queries_wgmma"
+    method = WGMMA
+
+    head_dim: int
+    head_dim_v: int
+    dq_width: int  # columns of a tile of keys
+    bias_rows: int  # of a box of dS
+    block_q: int = 2 * GROUP_ROWS
+    block_k: int = 2 * GROUP_ROWS
+    stages: int = 3
+
+    persistent = True
+    threads = 3 * GROUP_THREADS
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """Columns of its wgmma instructions."""
+        return (self.head_dim,)
+
+    @property
+    def box_rows(self) -> Mapping[str, int]:
+        """Names of the main kernel's maps, which it takes as they are."""
+        return dict.fromkeys(("q", "dout", "k", "v", "dk", "dv", "bias", "dbias"), 0)
+
+    def shared_bytes(self, itemsize: int) -> int:
+        step = panel_bytes(self.block_q, self.block_k) + panel_bytes(self.block_k, self.dq_width)
+        return padded(self.stages * step + channel_bytes(self.stages), PANEL_ALIGNMENT)
+
+    def blocks(self, problem: Problem) -> int:
+        """Tiles of queries."""
+        return query_tiles(problem, self.block_q) * problem.heads_q * problem.batch_size
 
 
 @dataclass(frozen=True)
@@ -449,7 +486,7 @@ def limited_forwards(
     has_planes = problem.dtype == "float32"  # schedules/split_wgmma.py
     tables: Mapping[str, tuple[tuning.ForwardWgmmaTile, ...]]
     tables = {NARROW: tuning.FORWARD_WGMMA_E4M3, "float32": tuning.FORWARD_WGMMA_PLANE}
-    ahead = tuning.FORWARD_WGMMA_BIAS if bias == "blocks" and not narrow else ()
+    ahead = {"blocks": tuning.FORWARD_WGMMA_BIAS, "row": tuning.FORWARD_WGMMA_ROW}.get(bias, ()) if not narrow else ()
     for tile in (*ahead, *tables.get(problem.dtype, tuning.FORWARD_WGMMA)):
         if max(head_dim, head_dim_v) > tile.max_head_dim or keys > tile.max_keys or modifiers > tile.max_weight:
             continue
@@ -529,7 +566,7 @@ def backward(
         block_q=2 * GROUP_ROWS if narrow else GROUP_ROWS,
         late_dp=rich or (summed and widest > PANEL_COLUMNS),
         bias_rows=(2 * GROUP_ROWS if narrow else GROUP_ROWS) if bias == "blocks" else 0,
-        bias_stages=2 if bias == "blocks" else 0,
+        bias_stages=0 if bias != "blocks" else 2 if summed or not itemsize else 4,
         holds_bias=bias == "row",
         returns_bias=bias == "blocks" and itemsize == 2,
         sums_bias=summed,
@@ -538,7 +575,8 @@ def backward(
     )
     if not deterministic and stays(problem, config):
         config = replace(config, key_stages=KEY_STAGES)
-    fits = replace(config, deterministic=deterministic).shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit
+    takes_turns = deterministic and not config.returns_bias  # which leaves dq to another kernel
+    fits = replace(config, deterministic=takes_turns).shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit
     spills = summed and rich and widest > PANEL_COLUMNS
     if bias and (spills or not fits):
         return backward(problem, shared_limit, aligned)  # which reads the bias from memory
@@ -570,7 +608,14 @@ def itemsize_of_gradient(problem: Problem, dbias: Placed | None, bias: str) -> i
     return dbias.itemsize
 
 
-def convert(problem: Problem, main: BackwardWgmma) -> BackwardConvert:
+def convert(problem: Problem, main: BackwardWgmma) -> BackwardConvert | BackwardQueriesWgmma:
+    """The kernel that makes dq of what `main` leaves: blocks of dS, or sums in its own order."""
+    if main.returns_bias:
+        return BackwardQueriesWgmma(main.head_dim, main.head_dim_v, main.dq_width, main.bias_rows)
+    return convert_sums(main)
+
+
+def convert_sums(main: BackwardWgmma) -> BackwardConvert:
     """The kernel that undoes the order in which `main` sums dq: a warp sums 16 rows, of a half where columns are shared."""
     split = isinstance(main, BackwardWgmmaSplit)
     return BackwardConvert(

@@ -85,7 +85,7 @@ HIDING = {
 @pytest.fixture(params=AHEAD)
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuning.ForwardWgmmaTile:
     """Sets the only tile that may be chosen."""
-    for table in ("FORWARD_WGMMA_BIAS", "FORWARD_WGMMA"):
+    for table in ("FORWARD_WGMMA_BIAS", "FORWARD_WGMMA_ROW", "FORWARD_WGMMA"):
         monkeypatch.setattr(tuning, table, (AHEAD[request.param],))
     return AHEAD[request.param]
 
@@ -114,6 +114,24 @@ def test_backward_ahead_of_use(pattern: str, head_dim: int, hiding: str) -> None
     """Two heads of a group, tiles of queries and keys that end inside, gradients of full arrays in place of blocks."""
     options = {"batch": (2,), "heads_q": 2, "heads_k": 1, "seq_q": 150, "seq_k": 136, "dlse": True, **HIDING[hiding]}
     check(case_of(pattern, "bfloat16", head_dim, **options), hopper(), [PATTERNS.index(pattern) % 6], requested="wgmma")
+
+
+@pytest.mark.parametrize("hiding", ["alone", "causal", "mask"])
+@pytest.mark.parametrize("lengths", [(1100, 136), (140, 600), (40, 72)], ids=str)
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+def test_blocks_go_round(head_dim: int, lengths: tuple[int, int], hiding: str) -> None:
+    """More steps than slots, of the blocks that bring a bias and of those that dq is made of."""
+    seq_q, seq_k = lengths
+    options = {"heads_q": 2, "heads_k": 1, "seq_q": seq_q, "seq_k": seq_k, "dlse": True, **HIDING[hiding]}
+    check(case_of("bhqk", "bfloat16", head_dim, **options), hopper(), [head_dim % 6], requested="wgmma")
+
+
+def test_keys_that_nobody_sees_may_be_anything() -> None:
+    """Those behind an entry's length, in a block with others: dS of 0 must not meet them."""
+    options = {"batch": (2,), "heads_q": 2, "heads_k": 1, "seq_q": 150, "seq_k": 264, "lengths": (140, 200)}
+    call, dout, dlse = case_of("bhqk", "bfloat16", 64, **options).call()
+    call.k[0, :, 140:] = call.k[1, :, 200:] = np.nan
+    check_call(call, dout, dlse, hopper(), [0, 1], requested="wgmma")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -155,6 +173,16 @@ BUGS = {
     "gradients of two heads are one": ("      leave_head(head);\n      enter_head();", "      enter_head();"),
     "rows are shifted the wrong way": ("lse - bias_apart(p, place, row)", "lse + bias_apart(p, place, row)"),
     "lse is left alone": ("softmax.move(slot,", "if (false) softmax.move(slot,"),
+    "dq is made of blocks that are not there": ("      at.wait_full(shared.steps);\n", ""),
+    "blocks that dq is made of are never given back": ("release_by_warp(shared.steps, at.slot);", ""),
+    "blocks that dq is made of are given back too soon": (
+        "      wgmma_commit_group();\n      wgmma_wait_group<0>();\n      pin(dq);\n      release_by_warp(shared.steps, at.slot);",
+        "      wgmma_commit_group();\n      release_by_warp(shared.steps, at.slot);\n      wgmma_wait_group<0>();\n      pin(dq);",
+    ),
+    "dS that is not in the array is left as it is": (
+        "    st_shared_v4(ds.address() + at, 0, 0, 0, 0);",
+        "    (void)at;",
+    ),
     "the sink has no part": ("if constexpr (kHasSinks) sum -=", "if constexpr (false) sum -="),
 }
 

@@ -28,6 +28,7 @@ TILES = {
 SMALL = tuning.ForwardWgmmaTile(64, 128, 32, 2, 2, continuous=True)
 DEEP = SMALL._replace(stages=6)
 FETCHED = SMALL._replace(query_stages=1, continuous=False, out_panels=1)
+BIASED = SMALL._replace(bias_stages=3)
 
 
 @pytest.fixture
@@ -35,14 +36,22 @@ def force(monkeypatch):
     """Sets the only tile that may be chosen."""
 
     def force(tile):
-        monkeypatch.setattr(tuning, "FORWARD_WGMMA", (tile._replace(max_keys=1 << 31, max_weight=1 << 31),))
+        for table in ("FORWARD_WGMMA", "FORWARD_WGMMA_BIAS", "FORWARD_WGMMA_ROW"):
+            monkeypatch.setattr(tuning, table, (tile._replace(max_keys=1 << 31, max_weight=1 << 31),))
 
     return force
 
 
 @cache
-def plain_call(tile, sizes, dtype: str, names=tuple(PATTERNS)) -> tuple[Call, Expectation]:
-    call = made(names, tile.block_k, sizes, dtype, tile.block_q - 5, 3 * tile.block_k + 7)
+def plain_call(tile, sizes, dtype: str, names=tuple(PATTERNS), of_rows: bool = True) -> tuple[Call, Expectation]:
+    """Where the tile is for a bias, beside one, which may be the same for all rows."""
+    options = {}
+    seq_q, seq_k = tile.block_q - 5, 3 * tile.block_k + (8 if tile.bias_stages else 7)
+    if tile.bias_stages:
+        heads = sum(dtype in PATTERNS[name].dtypes for name in names)
+        shape = (1, heads, seq_q if of_rows else 1, seq_k)
+        options["bias"] = np.random.default_rng(1).standard_normal(shape).astype(DTYPES[dtype])
+    call = made(names, tile.block_k, sizes, dtype, seq_q, seq_k, **options)
     return call, Expectation(call)
 
 
@@ -65,6 +74,13 @@ def test_every_pattern(force, name, dtype):
 def test_every_pattern_under_every_schedule(force, tile, dtype):
     force(tile)
     check(*plain_call(tile, (64, 64), dtype), SEEDS)
+
+
+@pytest.mark.parametrize("of_rows", [True, False], ids=["blocks", "rows"])
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_every_pattern_beside_a_bias(force, dtype, of_rows):
+    force(BIASED)
+    check(*plain_call(BIASED, (64, 64), dtype, of_rows=of_rows), SEEDS)
 
 
 #: keyword arguments of a call by name, from the tile, with the lengths that they are for
@@ -93,6 +109,17 @@ def test_patterns_under_a_mask(force, name, mask):
     dtype, batch = list(LARGEST)[turn % 2], 2 if mask == "lengths" else 1
     call = made(TELLING, tile.block_k, sizes, dtype, seq_q, seq_k, batch, **options)
     check(call, Expectation(call), (turn % 6, (turn + 3) % 6))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_patterns_under_a_mask_beside_a_bias(force, mask):
+    force(BIASED)
+    seq_q = BIASED.block_q - 7  # rows of the bias are whole numbers of 16 bytes
+    seq_k, options = MASKS[mask](BIASED, seq_q)
+    batch = 2 if mask == "lengths" else 1
+    bias = np.random.default_rng(1).standard_normal((batch, len(TELLING), seq_q, seq_k)).astype(DTYPES["bfloat16"])
+    call = made(TELLING, BIASED.block_k, (64, 64), "bfloat16", seq_q, seq_k, batch, bias=bias, **options)
+    check(call, Expectation(call), SEEDS[:3])
 
 
 @pytest.mark.parametrize("scores", ["small", "far"])
@@ -164,6 +191,10 @@ MUTANTS = [
     sown("queries are fetched while another warp multiplies those before", ("one warp by 300", "by 140") * 3,
          ("if constexpr (kFetches) {\n      bar_sync(kGroupBarrier + group, kWarpgroupThreads);", "if constexpr (kFetches) {"),
          tile=FETCHED),
+    sown("a bias is handed back before the vote", "by 140", ("    if (found) bias.release();\n", ""),
+         ("bias.try_on(s, s_at, units.scale);", "bias.add_to(s, s_at, units.scale);"), tile=BIASED),
+    sown("a bias is kept once it was guessed with", "still", ("if (found) bias.release();", ""), tile=BIASED),
+    sown("a lost guess forgets the bias", "by 140", ("if (found) bias.release();", "bias.release();"), tile=BIASED),
     sown("keys are never handed back after a loss", "by 140", ("    settled();\n    return", "    return")),
 ]  # fmt: skip
 

@@ -101,6 +101,13 @@ __device__ __forceinline__ void wgmma_registers_steps(float (&c)[kSize], const R
   for (int i = 0; i < kSteps; ++i)
     Wgmma<2 * kSize>::template multiply<0>(c, a.step[i], b + i * (Tile::kStepBytes >> 4), !kFresh || i != 0);
 }
+// A with the contraction along its rows, B down its columns: c += A B.
+template <int kDepth, class TileA, int kSize>
+__device__ __forceinline__ void wgmma_rows_columns(float (&c)[kSize], u64 a, u64 b) {
+#pragma unroll
+  for (int i = 0; i < kDepth / kStepDepth; ++i)
+    Wgmma<2 * kSize>::template multiply<0, 1>(c, a + along_rows<TileA>(i), b + down_columns(i), 1);
+}
 // Both operands with the contraction down their columns: c = Aᵀ B.
 template <int kDepth, int kSize> __device__ __forceinline__ void wgmma_columns_columns(float (&c)[kSize], u64 a,
                                                                                        u64 b) {
