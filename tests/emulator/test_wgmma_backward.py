@@ -200,7 +200,7 @@ BUGS = [
     ("columns", "dQ is read before it is there", "wgmma_wait_group<2>();\n    finish_dq(dq, cursor.previous());\n    if constexpr",
      "finish_dq(dq, cursor.previous());\n    if constexpr"),
     ("columns", "queries are given back while they are read", "wgmma_wait_group<Config::kLateDp ? 1 : 2>();", ""),
-    ("columns", "dS is overwritten while it is read", "    cursor.wait_empty(shared.gradients);\n    store_operand(shared.ds[cursor.slot], warp_key(own_thread())", "    store_operand(shared.ds[cursor.slot], warp_key(own_thread())"),
+    ("columns", "dS is overwritten while it is read", "    cursor.wait_empty(shared.gradients);\n    store_operand(shared.ds(cursor.slot), warp_key(own_thread())", "    store_operand(shared.ds(cursor.slot), warp_key(own_thread())"),
     ("columns", "dS is read before it is written", "    of.wait_full(shared.gradients);\n", ""),
     ("columns", "dS is not made visible to wgmma", "warp_key(own_thread()), gradients);\n    fence_proxy_async();", "warp_key(own_thread()), gradients);"),
     ("columns", "K is overwritten while the other still reads it",
