@@ -17,7 +17,7 @@ FULL = os.environ.get("CUFLASH_FULL_EMULATOR") == "1"
 HERE = Path(__file__).parent
 
 #: cases of one test that all run, and the shares of more that do, at least and at most
-FEW, LEAST, MOST = 12, 0.33, 0.6
+FEW, LEAST, MOST = 8, 0.2, 0.4
 
 
 def values(item: pytest.Item) -> Iterator[tuple[str, str]]:
