@@ -160,13 +160,9 @@ def attention(
     keys: list[Any] = []
     if is_plain and _replay is not None:
         options = _replay.options_of(scale, causal, window, softcap, layout, precision, backend, bool(return_lse))
-        key, replayed = _replay.forward((q, k, v, mask, bias, out), options)
+        replayed = replayed_forward(keys, (q, k, v, mask, bias, out), options, return_lse)
         if replayed is not None:
-            if out is not None:
-                replayed.insert(0, out)
-            return tuple(replayed) if return_lse else replayed[0]
-        if key is not None:
-            keys.append(key)
+            return replayed
     home, native = arrays.gather({"q": q, "k": k, "v": v, **present(mask=mask, bias=bias, out=out)})
     is_plain = is_plain and (out is None or home.library not in arrays.IMMUTABLE)
     if is_plain and home.device is not None and (home.namespace is not None or not keys):
@@ -736,13 +732,9 @@ def attention_varlen(
     if is_plain and _replay is not None:
         more = bool(return_lse), arrays.rounded_length(max_seqlen_k or 0)
         options = _replay.options_of(scale, causal, window, softcap, "packed", None, backend, more)
-        key, replayed = _replay.forward((q, k, v, *offsets, out), options)
+        replayed = replayed_forward(keys, (q, k, v, *offsets, out), options, return_lse)
         if replayed is not None:
-            if out is not None:
-                replayed.insert(0, out)
-            return tuple(replayed) if return_lse else replayed[0]
-        if key is not None:
-            keys.append(key)
+            return replayed
     home, call, native = enter_packed(
         q, k, v, offsets, maxima, present(out=out), scale, causal, window, softcap, modifiers, backend
     )
@@ -1111,6 +1103,18 @@ def order_of_sums(deterministic: Any, batch_invariant: Any) -> bool | None:
             "deterministic=False with batch_invariant=True: sums in any order depend on what else runs; leave one out"
         )
     return True
+
+
+def replayed_forward(keys: list[Any], given: tuple[Any, ...], options: Any, return_lse: bool) -> Any:
+    """What a forward returns whose arrays, `out` last, are those of one before; else None, and `keys` gains its signature."""
+    key, found = _replay.forward(given, options)
+    if found is None:
+        if key is not None:
+            keys.append(key)
+        return None
+    if given[-1] is not None:
+        found.insert(0, given[-1])
+    return tuple(found) if return_lse else found[0]
 
 
 def are_lengths(maxima: tuple[Any, Any]) -> bool:
