@@ -4,7 +4,8 @@
 
 The kernels are compiled first, without the sanitizer; then each case and tool is a process of its own that runs this file
 with ``--case NAME``.  Every array has an allocation of its own, so that a byte beyond it is noticed.  Prints a table, and
-the sanitizer's own words for whatever failed; the exit status is not 0 if anything did.
+the sanitizer's own words for whatever failed; a line for each process goes to stderr as it ends.  The exit status is not 0
+if anything failed.
 
 racecheck does not follow a __syncwarp in front of an arrival at an mbarrier, so under it all lanes of a warp arrive in place
 of one (hw/copy_tma.cuh); nor does it follow barriers that only a part of a block meets at, of which backward_f64.cu has some.
@@ -18,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -49,7 +50,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every backend and dtype, aligned and not; on the aligned ones all options together, turns, statistics, and forward mode."""
+    """Every backend and dtype, aligned and not; on the aligned ones all options together, turns, packs, and all the rest."""
     from cuflash import decode_plan
     from cuflash.backends import BACKENDS
 
@@ -57,8 +58,12 @@ def cases() -> Iterator[Case]:
         for dtype in row.capabilities:
             for options in ("plain", "everything", "turns"):
                 yield Case(row.name, dtype, 0, options)
+            if row.name == "simt" or dtype != "float32":  # whose packed sequences are simt's
+                yield Case(row.name, dtype, 0, "packed")
             if row.name == "wgmma":  # which takes aligned arrays, and has no statistics
-                yield Case(row.name, dtype, 0, "causal")
+                for options in ("causal", "documents", "blocks", "bias", "wide"):
+                    if dtype != "float32" or options == "causal":  # nor these for float32
+                        yield Case(row.name, dtype, 0, options)
             else:
                 yield Case(row.name, dtype, 1, "causal")
                 yield Case(row.name, dtype, 0, "statistics")
@@ -93,7 +98,7 @@ def run(case: Case) -> None:
     dtype: Any = np.dtype(ml_dtypes.bfloat16 if case.dtype == "bfloat16" else case.dtype)
     bits = f"u{dtype.itemsize}"
     rng = np.random.default_rng(0)
-    seq_q, seq_k, dim = 70, 133, 40
+    seq_q, seq_k, dim = {"bias": (72, 136, 64), "wide": (200, 133, 256)}.get(case.options, (70, 133, 40))
 
     def array(*shape: int) -> Any:
         host = rng.standard_normal((*shape[:-1], shape[-1] + case.pitch)).astype(dtype)
@@ -113,11 +118,22 @@ def run(case: Case) -> None:
         cupy.cuda.Device().synchronize()
         check_finite(case, {"out": out})
         return
+    if case.options == "packed":
+        check_packed(case, array)
+        return
     q, dout = array(1, 4, seq_q, dim), array(1, 4, seq_q, dim)
     k, v = array(1, 2, seq_k, dim), array(1, 2, seq_k, dim)
     real = np.float64 if case.dtype == "float64" else np.float32
     known = {"plain": {}, "causal": {"causal": True}, "turns": {"causal": True}, "statistics": {"causal": True}}
-    known |= {"tangents": {"causal": True, "softcap": 3.0}}
+    known |= {"tangents": {"causal": True, "softcap": 3.0}, "wide": {"causal": True}}
+    known |= {"bias": {"bias": array(4, seq_q, seq_k)}}
+    hiding = (
+        cuflash.Documents(*(cupy.asarray(np.arange(n, dtype=np.int32) // 50) for n in (seq_q, seq_k))),
+        cuflash.BlockMask(cupy.asarray(rng.random((4, -(-seq_q // 16), -(-seq_k // 16))) < 0.7), 16),
+    )
+    known |= {
+        name: {"causal": True, "modifiers": (m,)} for name, m in zip(("documents", "blocks"), hiding, strict=True)
+    }
     options: dict[str, Any] = known.get(case.options) or {
         "causal": True,
         "window": (100, 20),
@@ -127,19 +143,19 @@ def run(case: Case) -> None:
         "modifiers": (
             cuflash.ALiBi(cupy.asarray(rng.random(4).astype(real))),
             cuflash.KeyLengths(cupy.asarray(np.array([120], np.int32))),
-            cuflash.Documents(*(cupy.asarray(np.arange(n, dtype=np.int32) // 50) for n in (seq_q, seq_k))),
-            cuflash.BlockMask(cupy.asarray(rng.random((4, 5, 9)) < 0.7), 16),
+            *hiding,
             cuflash.Sinks(cupy.asarray(rng.random(4).astype(real))),
             cuflash.Dropout(0.3, 7, cupy.asarray(1)),
         ),
     }
     if case.options == "plain":
         options = {}
-    if case.backend == "wgmma":  # which leaves these to others
+    if (case.backend, case.options) == ("wgmma", "everything"):  # which leaves these to others beside a mask and a bias
         others = (cuflash.Documents, cuflash.BlockMask, cuflash.Dropout)
-        options["modifiers"] = tuple(m for m in options.get("modifiers", ()) if not isinstance(m, others))
+        options["modifiers"] = tuple(m for m in options["modifiers"] if not isinstance(m, others))
     options["backend"] = case.backend
-    forward_only = (case.backend, case.dtype) == ("wgmma", "float32")  # its backward is that of mma
+    # Of float32 it leaves the backward to mma beside what has slopes or gradients, and in turns.
+    forward_only = (case.backend, case.dtype) == ("wgmma", "float32") and case.options in ("everything", "turns")
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
     found: dict[str, Any] = {}
     if case.options == "statistics":
@@ -156,6 +172,25 @@ def run(case: Case) -> None:
         found = {"out": out, **gradients._asdict()}
     cupy.cuda.Device().synchronize()
     check_finite(case, found)
+
+
+def check_packed(case: Case, array: Callable[..., Any]) -> None:
+    """Forward and backward of segments: none, one row, some tiles, long ones that have a list of tiles of their own."""
+    import cupy
+    import numpy as np
+
+    import cuflash
+
+    queries, keys = (
+        cupy.asarray(np.cumsum([0, *n], dtype=np.int32)) for n in ((1, 0, 70, 90, 33), (5, 9, 0, 2100, 133))
+    )
+    given: dict[str, Any] = {"causal": True, "backend": case.backend}
+    q, dout = array(200, 4, 128), array(200, 4, 128)  # the last rows are of no segment
+    k, v = array(2250, 2, 128), array(2250, 2, 128)
+    out, lse = cuflash.attention_varlen(q, k, v, queries, keys, return_lse=True, **given)
+    gradients = cuflash.attention_varlen_backward(dout, q, k, v, queries, keys, out, lse, **given)
+    cupy.cuda.Device().synchronize()
+    check_finite(case, {"out": out, **gradients._asdict()})
 
 
 def check_finite(case: Case, results: dict[str, Any]) -> None:
@@ -217,13 +252,17 @@ def finish(words: list[str]) -> Outcome:
 def examine(chosen: list[Case], tools: tuple[str, ...], jobs: int) -> int:
     """Run all cases under all tools, print the table, and return how many failed."""
     program = sanitizer()
+
+    def watched(case: Case, tool: str = "") -> Outcome:
+        before = [program, "--tool", tool, "--error-exitcode", str(ERROR)] if tool else []
+        outcome = finish([*before, *command(case, tool)])
+        print(f"{case.name} {tool or 'alone'}: {outcome}", file=sys.stderr, flush=True)
+        return outcome
+
     with ThreadPoolExecutor(jobs) as pool:
-        alone = dict(zip(chosen, pool.map(lambda case: finish(command(case)), chosen), strict=True))
+        alone = dict(zip(chosen, pool.map(watched, chosen), strict=True))
         pairs = [(case, tool) for case, tool in product(chosen, tools) if alone[case].status == 0]
-        words = [
-            [program, "--tool", tool, "--error-exitcode", str(ERROR), *command(case, tool)] for case, tool in pairs
-        ]
-        under = dict(zip(pairs, pool.map(finish, words), strict=True))
+        under = dict(zip(pairs, pool.map(watched, *zip(*pairs, strict=True)), strict=True)) if pairs else {}
 
     width = max(len(case.name) for case in chosen)
     print(f"{'case':<{width}}  {'alone':<12}" + "".join(f"{tool:<14}" for tool in tools))
