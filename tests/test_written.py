@@ -5,6 +5,7 @@ import copy
 import gc
 import inspect
 import pickle
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -298,6 +299,30 @@ def variant_of(chain, **options):
     found = plan.forward_arrays(call, np.zeros_like(q), np.zeros(call.problem.lse_shape, np.float32))
     made = plan.plan_forward(call.problem, described_device(80), plan.places_of(call.problem, found))
     return made.steps[0].variant, made.template
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("wgmma", "float16"), ("mma", "float16"), ("simt", "float32"), ("simt", "float64")]
+)
+@pytest.mark.parametrize("capability", [75, 80, 90])
+@pytest.mark.parametrize("name", written_cases.FORMS)
+def test_tile_of_the_built_in_one(name: str, capability: int, backend: str, dtype: str, head_dim: int) -> None:
+    """So that sums have one order, and the forward the same bits."""
+    if backend == "wgmma" and (capability < 90 or name == "documents"):
+        pytest.skip("Hopper's, whose blocks pass over the tiles that Documents hides")
+    sizes = (1, 4, 200, 330)  # rows of a bias of whole pieces come another way on Hopper
+    q, k = (np.zeros((1, 4, n, head_dim), dtype) for n in sizes[2:])
+    own, options = written_cases.forms(sizes, DTYPES[dtype])[name]
+    tiles = []
+    for given in ({"modifiers": own}, options):
+        call = problem.describe(q, k, k, **given)
+        found = plan.places_of(
+            call.problem, plan.forward_arrays(call, q, np.zeros(q.shape[:-1], call.problem.accumulator))
+        )
+        at = tuple((x, replace(place, misalignment=0)) for x, place in found)
+        tiles.append(plan.plan_forward(call.problem, described_device(capability), at, backend).steps[-1].config)
+    assert tiles[0] == tiles[1]
 
 
 def test_other_numbers_arrays_and_lengths_compile_nothing():

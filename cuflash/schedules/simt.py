@@ -18,7 +18,7 @@ from itertools import product
 
 from cuflash import tuning
 from cuflash.errors import UnsupportedError
-from cuflash.modifiers import Modifier, Written
+from cuflash.modifiers import Documents, Modifier, Written
 from cuflash.problem import Problem
 from cuflash.schedules import f64
 from cuflash.schedules.base import MMA, MULTIPLY_ADDS, key_tiles, padded, query_tiles, tiles
@@ -338,17 +338,26 @@ def convert(problem: Problem, main: BackwardSimt | BackwardF64) -> BackwardConve
     )
 
 
-def pressure(modifier: Modifier) -> int:
-    """What one modifier that looks at single scores takes, in units of `MODIFIER`."""
+def pressure(modifier: Modifier, scores_alone: bool = False) -> int:
+    """What one modifier that looks at single scores takes, in units of `MODIFIER`.
+
+    Where nothing is wanted but scores, an expression takes what the built-in modifier of that kind does: so both have the same
+    tile, and the same bits.
+    """
+    if isinstance(modifier, Written) and scores_alone:
+        return 1 + (modifier.program.size - 1) // 16
     if isinstance(modifier, Written):  # gradients of what it reads may need the scores that entered it
         return 2 + modifier.program.needs_score + modifier.program.size // 16
+    # What knows tiles is compiled twice: for tiles whose elements are tested and for those that are clear.
     return 3 if modifier.knows_tiles() else 1
 
 
-def modifier_registers(problem: Problem) -> int:
+def modifier_registers(problem: Problem, scores_alone: bool = False) -> int:
     """Registers that the modifiers of a call take."""
-    # What knows tiles is compiled twice: for tiles whose elements are tested and for those that are clear.
-    count = sum(pressure(m) for m in problem.modifiers if m.kind in ("score", "mask", "drop"))
+    looking = [m for m in problem.modifiers if m.kind in ("score", "mask", "drop")]
+    count = sum(pressure(m, scores_alone) for m in looking)
+    if scores_alone and [m.name for m in looking] == [Documents.name]:  # alone it leaves room, as its expression does
+        count = 1
     if problem.dtype == "float64" and problem.modifier("sinks"):  # registers are full to the last there
         count += 1
     count += problem.is_packed and (count > 0 or problem.dtype == "float64")  # what is left has no room for bounds
@@ -370,11 +379,13 @@ def forward(
     """
     tensor = shared_limit > WITHOUT_TENSOR
     statistics = maximum or entropy
-    taken, sizes = modifier_registers(problem), (problem.head_dim, problem.head_dim_v)
+    taken, sizes = modifier_registers(problem, not statistics), (problem.head_dim, problem.head_dim_v)
     found = None
     if problem.dtype == "float64" and tensor:
-        # What expressions compute of a score takes registers, too, twice as many as what statistics keep of it.
-        rich = statistics + 2 * any(isinstance(m, Written) for m in problem.modifiers)
+        # What long expressions compute of a score takes registers, too, twice as many as what statistics keep of it.
+        rich = statistics + 2 * any(
+            isinstance(m, Written) and pressure(m, not statistics) > 1 for m in problem.modifiers
+        )
         found = best_tensor_forward(*sizes, longest(problem.longest_q), taken, shared_limit, aligned, rich)
     if found is None:
         itemsize = 8 if problem.dtype == "float64" else 4
