@@ -9,6 +9,8 @@ if anything failed.
 
 racecheck does not follow a __syncwarp in front of an arrival at an mbarrier, so under it all lanes of a warp arrive in place
 of one (hw/copy_tma.cuh); nor does it follow barriers that only a part of a block meets at, of which backward_f64.cu has some.
+synccheck takes two warpgroups that meet at a named barrier from two places of the code for divergent ones, as those of
+backward_wgmma_split.cu do; so it says of a kernel of ten lines that does nothing else.
 """
 
 from __future__ import annotations
