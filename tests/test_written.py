@@ -311,6 +311,8 @@ def test_tile_of_the_built_in_one(name: str, capability: int, backend: str, dtyp
     """So that sums have one order, and the forward the same bits."""
     if backend == "wgmma" and (capability < 90 or name == "documents"):
         pytest.skip("Hopper's, whose blocks pass over the tiles that Documents hides")
+    if (name, dtype, head_dim) == ("documents", "float64", 256):
+        pytest.skip("Documents has no registers there for the tile of its expression")
     sizes = (1, 4, 200, 330)  # rows of a bias of whole pieces come another way on Hopper
     q, k = (np.zeros((1, 4, n, head_dim), dtype) for n in sizes[2:])
     own, options = written_cases.forms(sizes, DTYPES[dtype])[name]
