@@ -1,4 +1,8 @@
-"""What all tests share: tests that need a GPU are marked `gpu`, and skip with the reason where there is none."""
+"""What all tests share.
+
+Tests that need a GPU are marked `gpu`, and skip with the reason where there is none; a run of all tests leaves out cases that
+say what others say (tests/selection.py).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import os
 from pathlib import Path
 
 import pytest
+
+from tests.selection import left_out
 
 pytest.register_assert_rewrite("tests.tolerance")
 
@@ -25,8 +31,11 @@ def missing_gpu() -> str:
     return "" if cupy.cuda.is_available() else "no NVIDIA GPU"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything below tests/gpu needs a GPU; so does what is marked elsewhere."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Everything below tests/gpu needs a GPU, and so does what is marked elsewhere; some cases are enough for a run of all."""
+    if left := left_out(items, config.args):
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=list(left))
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)

@@ -6,7 +6,8 @@ A full product of dtypes, head sizes, options, alignments and architectures has 
 compiles them.  Without it sm_90 and sm_75, the ends of the range that differ in instructions, have every head size, with
 one 16-bit dtype each (the other differs in the name of one instruction) and the options that take the most registers;
 the sizes that have come near a spill, 64 and 128, have more of them.  sm_86 and sm_89 share sm_80's instructions and
-differ in shared memory, which decides the tile, so they compile the kernels whose tile sm_80 does not have.
+differ in shared memory, which decides the tile, so they compile the kernels whose tile sm_80 does not have.  A run of all
+tests has of these what tests/selection.py chooses.
 """
 
 import os

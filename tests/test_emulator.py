@@ -9,10 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +17,6 @@ import pytest
 
 from tests.emulator import EmulatedKernel, EmulatorError, GuardedArena, Mutant, check_guards, examine, guarded, mutate
 from tests.emulator.build import runtime_objects
-from tests.emulator.conftest import FEW, LEAST, MOST, chosen
 from tests.emulator.translate import function_name
 
 LANES = np.arange(32)
@@ -1091,30 +1087,3 @@ def test_the_readme_example_runs() -> None:
     np.testing.assert_array_equal(names["out"], 2 * names["x"])
     with pytest.raises(EmulatorError, match="byte offset 400 of array 'x' of 400 bytes, outside it"):
         exec(mutate(example, "i < p.n", "i <= p.n"), {})
-
-
-# ---- which cases run by default ----------------------------------------------------------------------------------------
-def cases_of(axes: dict[str, int]) -> list[Any]:
-    """Cases of a test with so many values of each parameter."""
-    return [
-        SimpleNamespace(
-            nodeid=f"test_x[{'-'.join(map(str, numbers))}]",
-            callspec=SimpleNamespace(params=dict(zip(axes, numbers, strict=True))),
-        )
-        for numbers in product(*map(range, axes.values()))
-    ]
-
-
-def test_a_third_of_many_cases_has_each_value_of_each_parameter() -> None:
-    cases = cases_of({"backend": 3, "option": 20, "seed": 2})
-    kept = chosen(cases)
-    assert len(kept) == round(LEAST * len(cases))
-    for name, count in {"backend": 3, "option": 20, "seed": 2}.items():
-        assert {case.callspec.params[name] for case in kept} == set(range(count))
-    assert {case.nodeid for case in chosen(reversed(cases))} == {case.nodeid for case in kept}
-
-
-def test_few_cases_all_run_and_of_one_parameter_most() -> None:
-    assert len(chosen(cases_of({"option": FEW}))) == FEW
-    assert len(chosen(cases_of({"option": 50}))) == round(MOST * 50)
-    assert chosen([SimpleNamespace(nodeid="test_x")])

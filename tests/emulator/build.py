@@ -25,13 +25,18 @@ DEVICE = Path(__file__).resolve().parent / "device"
 RECORDED_DEVICE = "/device"
 FLAGS = [
     *("-std=c++17", "-march=native", "-w"),
-    *("-g1", "-gdwarf-4"),  # in version 5, behind a precompiled header, addr2line takes one file for another
     *("-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"),
     "-fstack-clash-protection",  # a large local array cannot step over the page below a stack
 ]
+# Linked into every kernel, so without debug information, which would be nine tenths of each library.
 RUNTIME_FLAGS = [*FLAGS, "-O2", "-ftree-vectorize"]
 # A kernel runs a few small cases, most of whose time is the runtime's: with -O2 it would take twice as long to build.
-KERNEL_FLAGS = [*FLAGS, "-Og"]
+# Faults are told by lines of its source, never by its variables, which a ninth of a build would be spent on following.
+KERNEL_FLAGS = [
+    *(*FLAGS, "-Og"),
+    *("-g1", "-gdwarf-4"),  # in version 5, behind a precompiled header, addr2line takes one file for another
+    *("-fno-var-tracking", "-fno-var-tracking-assignments"),
+]
 # Undefined behaviour that a GPU does not forgive either ends in a trap instruction, which the runtime reports.
 SANITIZE_FLAGS = [
     "-fsanitize=bounds-strict,shift,integer-divide-by-zero,signed-integer-overflow,alignment,unreachable,return",
