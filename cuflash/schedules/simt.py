@@ -356,11 +356,8 @@ def modifier_registers(problem: Problem, scores_alone: bool = False) -> int:
     """Registers that the modifiers of a call take."""
     looking = [m for m in problem.modifiers if m.kind in ("score", "mask", "drop")]
     count = sum(pressure(m, scores_alone) for m in looking)
-    if (
-        scores_alone
-        and [m.name for m in looking] == [Documents.name]
-        and (problem.dtype, problem.head_dim) < ("float64", 136)
-    ):
+    wide = problem.dtype == "float64" and problem.head_dim > 128
+    if scores_alone and not wide and [m.name for m in looking] == [Documents.name]:
         count = 1  # alone it leaves room, as its expression does
     if problem.dtype == "float64" and problem.modifier("sinks"):  # registers are full to the last there
         count += 1
