@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, is_dataclass
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +12,12 @@ from typing import Any
 
 import pytest
 
+import cuflash
 from tests import nvrtc, selection
 from tests.emulator import Mutant
 from tests.selection import FEW, FEW_SOWN, LEAST, SHARE_SOWN, chosen, left_out, of_emulator, shown
+
+PACKAGE = Path(cuflash.__file__).parent
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +85,45 @@ def test_what_is_named_runs_whole(monkeypatch) -> None:
         assert not left_out(cases, given)
     monkeypatch.setenv("CUFLASH_FULL_EMULATOR", "1")
     assert not left_out(cases, ["tests"])
+
+
+def texts(value: Any) -> Iterator[str]:
+    """The strings of a case, however it holds them."""
+    if isinstance(value, str):
+        yield value
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from texts(astuple(value))
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from texts(part)
+
+
+def sown_cases() -> Iterator[tuple[str, Any]]:
+    """Every bug that the emulator's tests sow, with the place of its test."""
+    for path in sorted(selection.EMULATOR.glob("test_*.py")):
+        module = importlib.import_module(f"tests.emulator.{path.stem}")
+        named = {name: x for table in vars(module).values() if isinstance(table, dict) for name, x in table.items()}
+        for test, function in vars(module).items():
+            for mark in getattr(function, "pytestmark", []) if selection.SOWN.search(test) else []:
+                known = mark.name == "parametrize" and "without" not in test and mark.args[0] != "target"
+                for case in mark.args[1] if known else []:
+                    yield f"{path.name}::{test}", named.get(case, case) if isinstance(case, str) else case
+
+
+def test_bugs_are_sown_where_something_grows() -> None:
+    """What a bug takes the place of stands in a kernel still, whether or not it is among those that run."""
+
+    def plain(text: str) -> str:
+        return " ".join(text.split())
+
+    files = (file for pattern in ("kernels/**/*.cu*", "**/*.py") for file in sorted(PACKAGE.glob(pattern)))
+    source = plain("".join(file.read_text() for file in files))
+    cases = list(sown_cases())
+    assert len(cases) > 300
+    for test, case in cases:
+        bug = getattr(case, "mutant", case)
+        wanted = [bug.old] if isinstance(bug, Mutant) else [text for text in texts(bug) if len(text) > 5]
+        assert any(plain(text) in source for text in wanted), f"{test}: {bug}"
 
 
 @nvrtc.needed
