@@ -353,11 +353,14 @@ def plan_backward(
     ahead, ahead_bytes, ahead_places = looking_ahead(problem, names, "backward")
     planned = checked(*ahead, *steps)
     variant = variant_of(problem, names, main)
+    turns = 0
+    if deterministic:
+        turns = wgmma.turns_section(problem, main) if schedule is wgmma else order.TURNS_SECTION
     values = {
         **common_values(problem, apart),
         "rows_padded": padded,
         "dq_width": main.dq_width,
-        "section": order.section(problem, device.cache_bytes, backward=True, deterministic=deterministic),
+        "section": order.section(problem, device.cache_bytes, backward=True, turns=turns),
         **{f"{name}_vectors": vectors(at[name], axes) for name in ("dq", "dk", "dv")},
         **of_segments,
     }

@@ -188,6 +188,9 @@ def entries() -> Iterator[Entry]:
         yield hopper("float16", (size, size), "causal", lengths)
     for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)):
         yield replace(hopper("bfloat16", sizes, "causal"), deterministic=True)
+    yield hopper("float16", (192, 128), "plain")
+    yield hopper("bfloat16", (136, 64), "ranges")
+    yield replace(hopper("bfloat16", (136, 64), "ranges"), deterministic=True)
     for size in (64, 128, 256):
         yield replace(hopper("bfloat16", (size, size), "shared-bias"), deterministic=True)
     for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)):

@@ -7,7 +7,8 @@
 // for dQ = dS K, which is added to float32 sums in global memory.
 // The warpgroups take turns: dQ of the step before, dV, dK, and S and dP of the next step are queued in one turn, and the
 // exponentials and dS of that next step run under the products of the other warpgroup.  dQ lags a step behind so that neither
-// waits for the other's dS.  Where blocks add dQ in turns, two more threads of warpgroup 0 wait for them, so that no one else does.  Where scores are changed one by one, dP is queued late, when P needs no registers beside its own.
+// waits for the other's dS.  Where scores are changed one by one, dP is queued late, when P needs no registers beside its own.
+// Where blocks add dQ in turns, two more threads of warpgroup 0 wait for these and pass them on.
 // Where there is room, blocks stay and take one tile of keys after the other: their steps follow each other as if they were of one
 // tile, so that the tensor cores go on while dV and dK leave through a place of their own.
 // Where the gradient of a bias leaves in blocks, another kernel makes dQ of them.
@@ -33,7 +34,6 @@ static_assert(kSplitsRows ? Config::kDqWidth <= kPanelColumns : kDqColumns == kP
 typedef PanelTile<Config::kBlockK, Config::kBlockQ> GradientTile;  // dS transposed, a row per key
 
 typedef SumTile<kGroups * kWarpgroupThreads, kDqColumns / 8> DqTile;
-constexpr u32 kDqBytes = DqTile::kSize * sizeof(float);
 
 // Where blocks of the gradient of a bias leave, these are dS, of which another kernel makes dQ (backward_queries_wgmma.cu).
 constexpr bool kLeavesDq = Config::kReturnsBias;
@@ -55,13 +55,11 @@ template <> struct LeavingTiles<false> {};
 struct SharedStorage : BiasTiles, LeavingTiles<kStays> {
   InputTiles in;
   alignas(kLeavesDq ? 16 : 1024) unsigned char ds_data[kLeavesDq ? 16 : 2 * sizeof(GradientTile)];
-  alignas(128) unsigned char dq_data[Config::kDeterministic ? 2 * kDqBytes : 16];
   InputChannels channels;
-  Channel<2> gradients, dq_sums;
+  Channel<2> gradients;
+  TurnChannels<Config::kDeterministic ? 1 : 0> turns_of_dq;
 
   __device__ __forceinline__ GradientTile& ds(int slot) { return reinterpret_cast<GradientTile*>(ds_data)[slot]; }
-  // In turns a block's dQ waits here; a slot is added by a thread of its own.
-  __device__ __forceinline__ float* dq(int slot) { return reinterpret_cast<float*>(dq_data + slot * kDqBytes); }
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/wgmma.py disagrees");
 static_assert(!(kHasPlanes && (kAddsGradients || Config::kDeterministic)),
@@ -180,14 +178,9 @@ template <class Storage> struct Consumer {
     const u32 thread = u32(recomputed(threadIdx.x)) - kWarpgroupThreads, warp = thread / 32;
     const u32 sum_warp = kSplitsRows ? warp : warp % 4 * kGroups + warp / 4;
     const int sum_thread = int(sum_warp * 32 + thread % 32);
-    if constexpr (Config::kDeterministic) {
-      of.wait_empty(shared.dq_sums);
-      DqTile::store(shared.dq(of.slot), dq, sum_thread);
-      fence_proxy_async();
-      arrive_by_warp(of.full(shared.dq_sums));
-    } else {
-      DqTile::add(static_cast<float*>(p.dq_sum) + i64(before) * DqTile::kSize, dq, sum_thread);
-    }
+    shared.turns_of_dq.await(of, 0);
+    DqTile::add(static_cast<float*>(p.dq_sum) + i64(before) * DqTile::kSize, dq, sum_thread);
+    shared.turns_of_dq.leave(of, 0);
   }
   static __device__ __forceinline__ void scale_by(float (&x)[ScoreFragment::kSize],
                                                   const ScoreSlopes<ScoreFragment>& slopes) {
@@ -492,39 +485,6 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   }(p);
 }
 
-// Adds dQ of every second step when it is the block's turn, while the consumers go on: one of kProducers threads.
-__device__ __forceinline__ void add_in_turns(const Params& p, SharedStorage& shared, const Work& work, int slot) {
-  Cursor<2> cursor;
-  const auto add = [&](const Step& step, u32 turn) {
-    u32* const counter = turn_counter(p, step.number());
-    const u32 own = work.keys.begin / Config::kBlockK;
-    cursor.wait_full(shared.dq_sums);
-    wait_for_turn(counter, kPassesOver ? turn : own);
-    cp_reduce_async_bulk_add(static_cast<float*>(p.dq_sum) + i64(step.number()) * DqTile::kSize,
-                             shared_address(shared.dq(slot)), kDqBytes);
-    cp_async_bulk_commit_group();
-    cp_async_bulk_wait_group<0>();
-    pass_turn(counter, own + 1);
-    cursor.release(shared.dq_sums);
-  };
-  if constexpr (kPassesOver) {
-    int count = 0;
-    for (Walk<0, true> walk(p, work); !walk.ends(); walk.advance(), ++count) {
-      if (count % 2 != slot) continue;
-      const int turn = walk.turn();
-      cursor = {slot, u32(count) / 2 % 2};
-      if (threadIdx.x % 32 == 0) add(walk.step(), turn);
-    }
-  } else {
-    Step step(p, work);
-    for (int i = 0; i < work.steps; ++i) {
-      if (cursor.slot == slot) add(step, 0);
-      step.advance(p, work);
-      cursor.advance();
-    }
-  }
-}
-
 // One thread, in blocks that stay: tells of one tile of keys after the other, and loads its K, each as soon as there is room.
 template <class Storage> __device__ __forceinline__ void produce_keys(const Params& p, Storage& shared) {
   Cursor<Config::kKeyStages> keys;
@@ -634,7 +594,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     init_staying(shared.channels);
     shared.gradients.init(kGroups, arrivals_of(kWarps));
     shared.channels.init_bias(kWarps);
-    if constexpr (Config::kDeterministic) shared.dq_sums.init(1, arrivals_of(kWarps));
+    shared.turns_of_dq.init(kWarps);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -649,8 +609,8 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();
     const u32 leader = threadIdx.x / kProducers * kProducers;  // of those that walk together
-    if (leader == 0) produce<false>(p, shared.in, shared.channels, shared, work);
-    if (Config::kDeterministic && (leader == 32 || leader == 64)) add_in_turns(p, shared, work, int(leader) / 32 - 1);
+    if (leader == 0) produce(p, shared.in, shared.channels, shared, work);
+    keep_turns(p, shared.turns_of_dq, work, leader);
     if (kBlocksLeave && threadIdx.x == 96) return_bias(p, shared, work);
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();

@@ -28,7 +28,6 @@ typedef TileStatistics<Config::kBlockQ> Statistics;
 // A step where hidden tiles are passed over, as the producer tells it with the queries.
 struct Told {
   Step step;
-  int turn;  // of adding to dq, where blocks take turns
   u32 open;  // bit i: no element of the i-th 64 keys needs a test
   u32 last;  // none follows
 };
@@ -74,11 +73,6 @@ __device__ __forceinline__ void set_work(const Params& p, InputChannels& channel
   channels.work = Work(p, Config::kDeterministic ? int(channels.started) : int(blockIdx.x));
   channels.read_units(p, channels.work.place);
 }
-// Of the sums that are added in one turn; the first word counts the blocks.
-__device__ __forceinline__ u32* turn_counter(const Params& p, i64 sums) {
-  return static_cast<u32*>(p.turns) + 1 + sums;
-}
-
 // Of one step; `tell` writes what consumers need to know of it, when its slot is free.
 template <class Tell>
 __device__ __forceinline__ void load_step(const Params& p, InputTiles& tiles, InputChannels& channels, const Work& work,
@@ -104,9 +98,7 @@ __device__ __forceinline__ void load_step(const Params& p, InputTiles& tiles, In
 }
 
 // Loads in the order in which the consumers use what is loaded: one thread, or where hidden tiles are passed over, a warp.
-// `kTellsTurns`: the turns of adding to dq are told as well.
 constexpr int kProducers = kPassesOver ? 32 : 1;
-template <bool kTellsTurns>
 __device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, InputChannels& channels, BiasTiles& biases,
                                         const Work& work) {
   const bool leads = kProducers == 1 || threadIdx.x == 0;
@@ -125,19 +117,18 @@ __device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, Inpu
     bias.load(p, biases, channels, work.batch, step.head, step.tile * Config::kBlockQ, work.keys.begin, leads);
   };
   if constexpr (kPassesOver) {
-    Walk<Config::kBlockK / kWarpgroupRows, kTellsTurns> walk(p, work);
+    Walk<Config::kBlockK / kWarpgroupRows, false> walk(p, work);
     if (walk.ends() && leads) {
       Step none;
       none.tile = -1;
-      channels.tell(0, {none, 0, 0, 1});
+      channels.tell(0, {none, 0, 1});
       mbarrier_arrive(cursor.full(channels.queries));
     }
     while (!walk.ends()) {
       const Step step = walk.step();
       const u32 open = walk.open();
-      const int turn = kTellsTurns ? walk.turn() : 0;
       walk.advance();
-      load(step, [&] { channels.tell(cursor.slot, {step, turn, open, walk.ends()}); });
+      load(step, [&] { channels.tell(cursor.slot, {step, open, walk.ends()}); });
       cursor.advance();
     }
   } else {
@@ -150,6 +141,96 @@ __device__ __forceinline__ void produce(const Params& p, InputTiles& tiles, Inpu
   }
 }
 
+// ---- turns ----------------------------------------------------------------------------------------------------------
+// Where blocks add to dq in turns, one warp of the producers' warpgroup waits for them ahead of use, and others pass them on when
+// all is added, so that no consumer waits for global memory.  Sharers of a tile of queries, each with a counter of its own, add at
+// times of their own.  Slots are those of the steps, in both channels: a turn that has come, and what was added in it.
+template <int kSharers> struct TurnChannels {
+  Channel<Config::kStages> come[kSharers], added[kSharers];
+
+  // By one thread, before a barrier of the block; of each sharer so many warps add.
+  __device__ __forceinline__ void init(int warps) {
+#pragma unroll
+    for (int sharer = 0; sharer < kSharers; ++sharer) {
+      come[sharer].init(1);
+      added[sharer].init(1, arrivals_of(warps));
+    }
+  }
+  // A consumer's warp, before it adds and when it has.
+  __device__ __forceinline__ void await(const Cursor<Config::kStages>& of, int sharer) { of.wait_full(come[sharer]); }
+  __device__ __forceinline__ void leave(const Cursor<Config::kStages>& of, int sharer) {
+    arrive_by_warp(of.full(added[sharer]));
+  }
+};
+template <> struct TurnChannels<0> {  // blocks add as they come
+  __device__ __forceinline__ void init(int) {}
+  __device__ __forceinline__ void await(const Cursor<Config::kStages>&, int) {}
+  __device__ __forceinline__ void leave(const Cursor<Config::kStages>&, int) {}
+};
+
+// The first word counts the blocks.
+__device__ __forceinline__ u32* turn_counter(const Params& p, i64 number) {
+  return static_cast<u32*>(p.turns) + 1 + number;
+}
+// `act(step, turn)` for every step of the walk, by one of kProducers threads; kInTurns: the turn is looked up where tiles of keys
+// before the block's own may not add.
+template <bool kInTurns, class Act>
+__device__ __forceinline__ void for_each_step(const Params& p, const Work& work, Act act) {
+  const int own = work.keys.begin / Config::kBlockK;
+  if constexpr (kPassesOver) {
+    for (Walk<0, kInTurns> walk(p, work); !walk.ends(); walk.advance()) {
+      const int turn = kInTurns ? walk.turn() : own;
+      if (threadIdx.x % 32 == 0) act(walk.step(), turn);
+    }
+  } else {
+    Step step(p, work);
+    for (int i = 0; i < work.steps; ++i) {
+      act(step, own);
+      step.advance(p, work);
+    }
+  }
+}
+// The one that waits, for the sharers in the order in which they add.
+template <int kSharers>
+__device__ __forceinline__ void await_turns(const Params& p, TurnChannels<kSharers>& turns, const Work& work) {
+  Cursor<Config::kStages> cursor;
+  for_each_step<true>(p, work, [&](const Step& step, int turn) {
+#pragma unroll
+    for (int sharer = 0; sharer < kSharers; ++sharer) {
+      cursor.wait_empty(turns.come[sharer]);
+      wait_for_turn(turn_counter(p, i64(step.number()) * kSharers + sharer), turn);
+      mbarrier_arrive(cursor.full(turns.come[sharer]));
+    }
+    cursor.advance();
+  });
+}
+// One of two that pass them on, of every other sharer.
+template <int kSharers>
+__device__ __forceinline__ void pass_turns(const Params& p, TurnChannels<kSharers>& turns, const Work& work,
+                                           int first) {
+  Cursor<Config::kStages> cursor;
+  const u32 next = work.keys.begin / Config::kBlockK + 1;
+  for_each_step<false>(p, work, [&](const Step& step, int) {
+#pragma unroll
+    for (int sharer = first; sharer < kSharers; sharer += 2) {
+      cursor.wait_full(turns.added[sharer]);
+      cursor.release(turns.come[sharer]);
+      pass_turn(turn_counter(p, i64(step.number()) * kSharers + sharer), next);
+    }
+    cursor.advance();
+  });
+}
+// Warps 1 and on of the producers' warpgroup, of which `leader` is the first thread of those that walk together.
+template <int kSharers>
+__device__ __forceinline__ void keep_turns(const Params& p, TurnChannels<kSharers>& turns, const Work& work,
+                                           u32 leader) {
+  if constexpr (kSharers > 0) {
+    if (leader == 32) await_turns(p, turns, work);
+    if (leader == 64) pass_turns(p, turns, work, 0);
+    if (leader == 96 && kSharers > 1) pass_turns(p, turns, work, 1);
+  }
+}
+
 // ---- consumers ------------------------------------------------------------------------------------------------------
 // Where a consumer is in the walk: it counts, or where it is told, looks up what the producer told of the slot at hand, which costs
 // less than registers do.
@@ -158,12 +239,9 @@ struct At : Step {
   __device__ __forceinline__ Step step(const InputChannels& channels, int slot) const {
     return kPassesOver ? channels.heard(slot).step : static_cast<const Step&>(*this);
   }
-  // Where it is told: whether it is the last step, and the turn of adding to dq.
+  // Where it is told: whether it is the last step.
   __device__ __forceinline__ bool is_last(const InputChannels& channels, int slot) const {
     return channels.heard(slot).last;
-  }
-  __device__ __forceinline__ int turn(const InputChannels& channels, int slot) const {
-    return channels.heard(slot).turn;
   }
   // Whether no element of a step's queries and 64 keys, the `part`-th of the block, needs a test.
   __device__ __forceinline__ bool is_open(const InputChannels& channels, int slot, const Params& p, const Place& place,

@@ -16,13 +16,13 @@ EVEN_SECTION = 16  # heads at once where all tiles take the same time: more give
 TURNS_SECTION = 16  # heads at once, at least, where blocks add in turns
 
 
-def section(problem: Problem, cache_bytes: int, *, backward: bool = False, deterministic: bool = False) -> int:
+def section(problem: Problem, cache_bytes: int, *, backward: bool = False, turns: int = 0) -> int:
     """Heads whose tiles are worked on side by side, a power of two.
 
     Under a causal mask tiles differ in length; the more heads begin with their longest together, the less is left of a last
     head when the others are done.  What the blocks of so many heads read should stay in the second-level cache: keys and
-    values in the forward, queries and gradients of a group of heads in the backward.  Where blocks add in turns, more heads are
-    better: the fewer tiles of one head run at a time, the less they wait for each other.
+    values in the forward, queries and gradients of a group of heads in the backward.  Where blocks add in turns,
+    there are `turns` heads at least: the fewer tiles of one head run at a time, the less they wait for each other.
     """
     heads = problem.batch_size * (problem.heads_k if backward else problem.heads_q)
     packed = problem.modifier(Packed.name)
@@ -39,6 +39,4 @@ def section(problem: Problem, cache_bytes: int, *, backward: bool = False, deter
     found = 1 << (fitting.bit_length() - 1)
     if problem.modifier("causal") is None:
         found = min(found, EVEN_SECTION)
-    if deterministic:
-        found = max(found, TURNS_SECTION)
-    return max(1, min(found, heads))
+    return max(1, min(max(found, turns), heads))

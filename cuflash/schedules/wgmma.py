@@ -32,7 +32,7 @@ MAX_TILES = 1 << 30  # a block's next tile is counted in 32 bits
 SEGMENT_BYTES = 24  # bounds of a packed sequence, a part of the two that follow; other calls have room to spare anyway
 TILE_BYTES = 28 + SEGMENT_BYTES  # what consumers are told of a tile of queries
 TOLD_BYTES = 8  # and of a block of keys
-TOLD_STEP_BYTES = 24  # and in the backward, of a step
+TOLD_STEP_BYTES = 20  # and in the backward, of a step
 WORK_BYTES = 48 + SEGMENT_BYTES  # what a block of the backward is told of its tile of keys
 SUM_BYTES = 4  # of the sums of gradients
 BROUGHT = 3  # weight of a bias that comes ahead
@@ -246,8 +246,8 @@ class BackwardWgmma:
 
     @property
     def exchanged_bytes(self) -> int:
-        """Shared memory in which consumers hand over more than dS: dQ where it is added in turns, and its channel."""
-        return (2 * 4 * self.block_q * self.dq_width if self.deterministic else 16) + channel_bytes(2)
+        """Shared memory in which consumers hand over more than dS."""
+        return 0
 
     def shared_bytes(self, itemsize: int) -> int:
         keys = panel_bytes(self.block_k, self.dq_width) + panel_bytes(self.block_k, self.head_dim_v)
@@ -255,6 +255,7 @@ class BackwardWgmma:
         statistics = 2 * 4 * self.block_q
         gradients = 16 if self.returns_bias else 2 * panel_bytes(self.block_k, self.block_q)
         channels = self.told_bytes + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
+        channels += self.dq_chunks * 2 * channel_bytes(self.stages) if self.deterministic else 8  # of turns
         channels += channel_bytes(self.bias_stages) + channel_bytes(1 if self.sums_bias else self.bias_stages)
         sums = panel_bytes(self.block_q, self.block_k, 4) if self.sums_bias else 0
         return (
@@ -314,12 +315,22 @@ class BackwardQueriesWgmma:
 
 @dataclass(frozen=True)
 class BackwardWgmmaSplit(BackwardWgmma):
-    """Constants of backward_wgmma_split.cu: 64 keys, one warpgroup for dV and one for dK."""
+    """Constants of backward_wgmma_split.cu: one warpgroup for dV and one for dK."""
 
     kernel = "backward_wgmma_split"
 
-    #: each consumer has its own
-    dq_chunks = 2
+    key_registers: int = BACKWARD_REGISTERS[1]  # of the consumer for dK
+    leaves_dq: bool = False  # panels of dq go through shared memory
+
+    @property
+    def parts(self) -> int:
+        """Tiles of scores that a block's keys are taken in."""
+        return self.block_k // GROUP_ROWS
+
+    @property
+    def dq_chunks(self) -> int:  # type: ignore[override]
+        """Each consumer adds at a time of its own, and with two parts of the keys each panel."""
+        return self.dq_width // PANEL_COLUMNS if self.parts > 1 else 2
 
     @property
     def products(self) -> tuple[int, ...]:
@@ -328,8 +339,10 @@ class BackwardWgmmaSplit(BackwardWgmma):
 
     @property
     def exchanged_bytes(self) -> int:
-        """P in float32 on its way from one consumer to the other, and its channel."""
-        return 4 * self.block_k * self.block_q + channel_bytes(1)
+        """P in float32 on its way from one consumer to the other, a panel of dq on its way to the sums, their channels."""
+        probabilities = 4 * GROUP_ROWS * self.block_q + channel_bytes(1)
+        panel = 4 * self.block_q * PANEL_COLUMNS if self.leaves_dq else 16
+        return probabilities + panel + channel_bytes(self.dq_width // PANEL_COLUMNS)
 
 
 MIN_COMPILER = 1209  # older ones refuse a second -arch, which CuPy cannot be kept from giving
@@ -522,6 +535,9 @@ KEY_STAGES = 3  # tiles of K of a block that stays
 # without and with: causal 607 and 507, 1521 and 1468; full 886 and 805, 2731 and 2752 (a step takes 4 % longer, a tile's ends
 # 1.4 in place of 4.6)
 STAYING_STEPS = 17
+# Head sizes of keys and of values up to which registers are left for two parts of the keys.
+MAX_PARTED, MAX_PARTED_VALUES = 192, 128
+PARTED_REGISTERS = 224, 256  # of the consumers for dV and dK, beside a producer with 24
 MAX_PAIRED = 128  # head size up to which dK and dV together fit in a warpgroup's registers
 
 
@@ -535,6 +551,7 @@ def backward(
 ) -> BackwardWgmma:
     """128 queries at a time for head sizes up to 64 and scores that nothing changes, else 64; split roles above 128.
 
+    These take 64 keys, or 128 where values have no more than 128 columns and no scores are changed one by one or tiles hidden.
     `bias` is its form, and `dbias` where its gradient lies.
     """
     if bias == "apart":
@@ -545,15 +562,19 @@ def backward(
     looks = any(m.knows_tiles() for m in problem.modifiers)
     producer, consumer = BACKWARD_REGISTERS_TO_LOOK if looks else BACKWARD_REGISTERS
     if widest > MAX_PAIRED:
+        parts = head_dim <= MAX_PARTED and head_dim_v <= MAX_PARTED_VALUES and not is_rich(problem) and not looks
+        values, keys = PARTED_REGISTERS if parts else (consumer, consumer)
         return BackwardWgmmaSplit(
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             dq_width=padded(head_dim, PANEL_COLUMNS),
             block_q=GROUP_ROWS,
+            block_k=(2 if parts else 1) * GROUP_ROWS,
             late_dp=False,
-            block_k=GROUP_ROWS,
             producer_registers=producer,
-            consumer_registers=consumer,
+            consumer_registers=values,
+            key_registers=keys,
+            leaves_dq=parts and not deterministic,
         )
     itemsize = itemsize_of_gradient(problem, dbias, bias)
     rich = is_rich(without_bias(problem) if itemsize else problem)
@@ -581,6 +602,18 @@ def backward(
     if bias and (spills or not fits):
         return backward(problem, shared_limit, aligned)  # which reads the bias from memory
     return config
+
+
+def turns_section(problem: Problem, config: BackwardWgmma) -> int:
+    """Heads at once, at least, where blocks add in turns: the more, the fewer blocks wait for each other.
+
+    With 64 keys at a time additions go as fast as the cache takes them, so that sums have to stay there; where all tiles of keys
+    take the same time, they stand in line without waiting.
+    """
+    full = problem.modifier("causal") is None
+    if config.block_k == GROUP_ROWS:
+        return 4 if full else 16
+    return 16 if full else 32
 
 
 def stays(problem: Problem, config: BackwardWgmma) -> bool:

@@ -352,8 +352,7 @@ HOPPER_BUGS = [
     ("paired", "all wait for the tile before, though it is hidden", "if (lookout.marks(index) >> kParts & 1) return own_tile();",
      "return own_tile();"),
     ("paired", "all wait for the first tile", "return own_tile() - hidden;", "return first;"),
-    ("paired", "the steps of one thread are the other's", "if (count % 2 != slot) continue;", "if (count % 2 == slot) continue;"),
-    ("split", "the step of another turn", "turn_before = turn;", "turn_before = 0;"),
+    ("paired", "the turn of another step", "if (threadIdx.x % 32 == 0) act(walk.step(), turn);", "if (threadIdx.x % 32 == 0) act(walk.step(), own);"),
     ("split", "the step before is told again", "rest = at.is_last(shared.channels, cursor.slot) ? 1 : 2;", "rest = at.is_last(shared.channels, cursor.slot ^ 1) ? 1 : 2;"),
 ]  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Hopper's backwards in the emulator: both schedules, the edges of their tiles, options, turns, and bugs that must show.
 
-Four forms of the kernels: 128 queries shared out by rows (heads up to 64), 64 queries shared out by columns (up to 128), the
-same with dP queued late (scores that are changed one by one), and split roles (above 128).
+Five forms of the kernels: 128 queries shared out by rows (heads up to 64), 64 queries shared out by columns (up to 128), the
+same with dP queued late (scores that are changed one by one), split roles (above 128), and the same for two parts of the keys
+(values up to 128).
 """
 
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from cuflash import plan, problem, source
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import KeyLengths
-from cuflash.schedules.wgmma import BackwardWgmma, BackwardWgmmaSplit
+from cuflash.schedules.wgmma import BackwardWgmma, BackwardWgmmaSplit, turns_section
 from cuflash.variant import Variant
 from tests import cases
 from tests.cases import OPTIONS, Case
@@ -29,14 +30,15 @@ SMALL = replace(HOPPER, multiprocessors=2)  # blocks that stay take several tile
 MANY_SEEDS = range(12)
 
 #: head sizes of each form
-FORMS = {"rows": 64, "columns": 128, "late": 64, "split": 136}
+FORMS = {"rows": (64, 64), "columns": (128, 128), "late": (64, 64), "split": (136, 136), "parts": (136, 64)}
 forms = pytest.mark.parametrize("form", FORMS)
 
 
 def of(form: str, **fields) -> Case:
     """A case that one form of the kernels computes; an ALiBi of no slope is what queues dP late."""
     late = {"alibi": "h"} if form == "late" else {}
-    return Case(form, "bfloat16", **{"head_dim": FORMS[form], **late, **fields})
+    sizes = dict(zip(("head_dim", "head_dim_v"), FORMS[form], strict=True))
+    return Case(form, "bfloat16", **{**sizes, **late, **fields})
 
 
 def check(case: Case, seeds: Iterable[int] = SEEDS, **options) -> None:
@@ -64,10 +66,11 @@ def config_of(case: Case) -> BackwardWgmma:
 
 def test_forms():
     configs = {form: config_of(of(form, seq_q=200)) for form in FORMS}
-    assert [c.block_q for c in configs.values()] == [128, 64, 64, 64]
-    assert [c.late_dp for c in configs.values()] == [False, False, True, False]
-    assert [isinstance(c, BackwardWgmmaSplit) for c in configs.values()] == [False, False, False, True]
-    assert [c.key_stages for c in configs.values()] == [3, 1, 1, 1]
+    assert [c.block_q for c in configs.values()] == [128, 64, 64, 64, 64]
+    assert [c.block_k for c in configs.values()] == [128, 128, 128, 64, 128]
+    assert [c.late_dp for c in configs.values()] == [False, False, True, False, False]
+    assert [isinstance(c, BackwardWgmmaSplit) for c in configs.values()] == [False, False, False, True, True]
+    assert [c.key_stages for c in configs.values()] == [3, 1, 1, 1, 1]
 
 
 # ---- schedules and lengths -------------------------------------------------------------------------------------------
@@ -153,8 +156,9 @@ def test_modifiers_without_registers_are_refused(head_dim):
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
 def test_what_no_query_sees_never_reaches_a_gradient(form, bad):
     rng = np.random.default_rng(0)
-    dtype, d = cases.DTYPES["bfloat16"], FORMS[form]
-    q, k, v, dout = (rng.standard_normal((1, n, d)).astype(dtype) for n in (100, 150, 150, 100))
+    dtype, (d, d_v) = cases.DTYPES["bfloat16"], FORMS[form]
+    shapes = ((100, d), (150, d), (150, d_v), (100, d_v))
+    q, k, v, dout = (rng.standard_normal((1, *shape)).astype(dtype) for shape in shapes)
     options = {"mask": np.ones((100, 150), bool)} if form == "late" else {}
     modifiers = (KeyLengths(np.array(100, np.int32)),)
     call = problem.describe(q, k, v, causal="top_left", modifiers=modifiers, **options)
@@ -192,6 +196,47 @@ def test_turns_give_equal_bits(form):
     assert len(found) == 1
 
 
+def test_heads_side_by_side_in_turns():
+    def heads(form: str, **fields) -> int:
+        case = of(form, **fields)
+        return turns_section(case.call()[0].problem, config_of(case))
+
+    assert [(heads(form), heads(form, causal=True)) for form in FORMS] == [(16, 32)] * 3 + [(4, 16), (16, 32)]
+
+
+#: form, what is wrong, text and what takes its place
+TURN_BUGS = [
+    ("split", "nobody waits for a turn", "wait_for_turn(turn_counter(p, i64(step.number()) * kSharers + sharer), turn);", ""),
+    ("columns", "consumers do not wait for what the warp of turns waits for", "{ of.wait_full(come[sharer]); }", "{}"),
+    ("parts", "a turn is passed on before all is added", "      cursor.wait_full(turns.added[sharer]);\n", ""),
+    ("parts", "a block is left out", "const u32 next = work.keys.begin / Config::kBlockK + 1;", "const u32 next = work.keys.begin / Config::kBlockK + 2;"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", TURN_BUGS, ids=lambda bug: f"{bug[0]}-{bug[1]}".replace(" ", "_"))
+def test_bug_of_turns_is_noticed(bug):
+    form, description, old, new = bug
+    config = config_of(of(form))
+    call, dout, dlse = of(form, batch=(), heads_k=1, seq_q=200, seq_k=4 * config.block_k + 5).call()
+    out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
+    found = set()
+
+    def text(variant: Variant) -> str:
+        whole = source.build(variant)
+        return mutate(whole, old, new) if variant.kernel == config.kernel else whole
+
+    for seed in MANY_SEEDS:
+        options = {"requested": "wgmma", "deterministic": True, "residents": 5}
+        try:
+            gradients = kernels.backward(call, out, lse, dout, dlse, HOPPER, seed, text=text, **options)
+        except EmulatorError:
+            return
+        found.add(b"".join(x.tobytes() for x in gradients))
+        if len(found) > 1:
+            return
+    pytest.fail(f"nobody noticed that {description}")
+
+
 # ---- bugs ------------------------------------------------------------------------------------------------------------
 #: form, what is wrong, text and what takes its place
 BUGS = [
@@ -217,12 +262,27 @@ BUGS = [
     ("rows", "dP is there before dS is used up", "      wgmma_wait_group<1>();\n      pin(dk);", "      pin(dk);"),
     ("rows", "the warpgroups share their queries of dQ", "(kSplitsRows ? group * kDsPanel : 0)", "0"),
     ("split", "P is overwritten while it is read", "    p_cursor.wait_empty(shared.probabilities);\n", ""),
-    ("split", "P is read before it is written", "    p_cursor.wait_full(shared.probabilities);\n", ""),
-    ("split", "dS is read before it is written", "    of.wait_full(shared.gradients);\n", ""),
-    ("split", "a panel of dQ is forgotten", "pair < kDqPanels; pair += kGroups", "pair < kDqPanels - 1; pair += kGroups"),
+    ("split", "P is read before it is written", "    p_cursor.wait_full(shared.probabilities);\n    Scores s;", "    Scores s;"),
+    ("split", "dS is read before it is written", "    of.wait_full(shared.gradients);\n    constexpr", "    constexpr"),
+    ("split", "a panel of dQ is forgotten", "add_panels<kPanel + kGroups>(dq, of, tile);", ""),
     ("split", "dO is never given back", "      release_by_warp(shared.channels.douts, now.slot);\n", "", ),
     ("split", "V is overwritten while the other still reads it",
      "bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // nobody reads K or V any more", ""),
+    ("parts", "P is overwritten while it is read", "    p_cursor.wait_empty(shared.probabilities);\n", ""),
+    ("parts", "P is read before it is written", "        p_cursor.wait_full(shared.probabilities);\n", ""),
+    ("parts", "dS is not made visible to wgmma", "      fence_proxy_async();\n      if (part == kParts - 1)",
+     "      if (part == kParts - 1)"),
+    ("parts", "dQ is read before it is there", "        wgmma_wait_group<1>();\n        pin(dp);\n", ""),
+    ("parts", "the middle panel of dQ is read before it is there", "        issue_middle(s);\n        wgmma_wait_group<0>();\n", "        issue_middle(s);\n"),
+    ("parts", "the last middle panel of dQ is forgotten", "    add_in_parts<kMiddlePanel>(s, before);\n  }", "  }"),
+    ("parts", "dS of the part before is read before it is written", "    cursor.previous().wait_full(shared.gradients);\n", ""),
+    ("parts", "a panel of dQ takes the place of the one before",
+     "      mbarrier_wait(shared_address(&shared.panels.empty[kBefore]), kPlace == 0 ? step ^ 1 : step);\n", ""),
+    ("parts", "a panel of dQ is added before it is there", "        at.wait_full(shared.panels);\n", ""),
+    ("parts", "the place of a panel is given back while it is read", "        cp_async_bulk_wait_group_read<0>();\n        at.release", "        at.release"),
+    ("parts", "queries are given back while they are read",
+     "        wgmma_wait_group<0>();\n        pin(dp);\n        pin(dk[1 - part]);\n        if (part == 0",
+     "        if (part == 0"),
 ]  # fmt: skip
 
 

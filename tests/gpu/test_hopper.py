@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -48,6 +49,30 @@ def test_every_tile(device: Device, kind: Kind, name: str, causal: bool) -> None
         case = Case(name, batch=(batch,), heads_q=heads_q, heads_k=1, seq_q=seq_q, seq_k=seq_k)
         case = replace(case, head_dim=d, head_dim_v=d_v, causal=causal, **options)
         check(device, kind, case, backward=backward)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_turns_of_many_blocks(device: Device, kind: Kind, head_dim: int, head_dim_v: int, causal: bool) -> None:
+    """Several tiles of keys of a head run at a time, and more than the device holds at once."""
+    heads, seq = (2, 150) if DRY else (24, 1100)
+    case = Case("turns", kind.dtype, batch=(), heads_q=heads, heads_k=heads, seq_q=seq, seq_k=seq, causal=causal)
+    call, dout, _ = replace(case, head_dim=head_dim, head_dim_v=head_dim_v).call()
+    q, k, v, dout = (device.put(x) for x in (call.q, call.k, call.v, dout))
+    options = {"causal": causal, "backend": kind.backend}
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+
+    def gradients(deterministic: bool) -> list[np.ndarray]:
+        found = cuflash.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
+        return [device.get(x) for x in found]
+
+    first = gradients(True)
+    for _ in range(2 if DRY else 10):
+        for x, y in zip(first, gradients(True), strict=True):
+            assert x.tobytes() == y.tobytes()
+    for x, y in zip(first, gradients(False), strict=True):
+        x, y = x.astype(np.float64), y.astype(np.float64)
+        assert np.linalg.norm(x - y) <= float(ml_dtypes.finfo(DTYPES[kind.dtype]).eps) * np.linalg.norm(y)
 
 
 def test_everything(device: Device, kind: Kind) -> None:

@@ -137,6 +137,18 @@ __device__ __forceinline__ void store_operand(Tile& to, int row, const RegisterO
                 x.step[i][3]);
 }
 
+// The same from a column on, where no registers are left to keep addresses in: they differ by constants from one that is computed
+// anew.
+template <int kColumn, int kSteps, class Tile>
+__device__ __forceinline__ void store_operand_anew(Tile& to, int row, const RegisterOperand<kSteps>& x) {
+  static_assert(kColumn + 16 * kSteps <= kPanelColumns, "in one panel");
+  const int lane = recomputed(int(threadIdx.x)) % 32;
+  const u32 own = u32(recomputed(int(to.chunk(row + lane % 16, lane / 16 * 8))));
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+    stmatrix_x4(own ^ u32((kColumn + 16 * i) * 2), x.step[i][0], x.step[i][1], x.step[i][2], x.step[i][3]);
+}
+
 // The same of an operand whose rows are the tile's columns, from `column` on.
 template <int kSteps, class Tile>
 __device__ __forceinline__ void store_operand_columns(Tile& to, int column, const RegisterOperand<kSteps>& x) {

@@ -34,19 +34,23 @@ template <int kThreads, int kBlocks> struct SumTile {
   }
   static __device__ __forceinline__ int warp_of(int offset) { return offset % kThreads / 32; }
 #endif
+#if __CUDA_ARCH__ >= 900
   // A thread's part of a tile in shared memory.
   static __device__ __forceinline__ void store(float* tile, const float (&x)[kBlocks * 4], int thread) {
-#pragma unroll
+#  pragma unroll
     for (int block = 0; block < kBlocks; ++block)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) tile[offset(block, thread, r)] = x[4 * block + r];
+      *reinterpret_cast<float4*>(tile + offset(block, thread, 0)) =
+          make_float4(x[4 * block], x[4 * block + 1], x[4 * block + 2], x[4 * block + 3]);
   }
-  static __device__ __forceinline__ void add(float* tile, const float (&x)[kBlocks * 4], int thread = threadIdx.x) {
+#endif
+  // Of all blocks, or the first.
+  template <int kCount>
+  static __device__ __forceinline__ void add(float* tile, const float (&x)[kCount], int thread = threadIdx.x) {
 #if __CUDA_ARCH__ >= 900
     float* to = recomputed(tile + offset(0, thread, 0));  // one address in registers; what is added to it are constants
 #endif
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
+    for (int block = 0; block < kCount / 4; ++block) {
 #if __CUDA_ARCH__ >= 900
       red_add_v4(to + offset(block, 0, 0), x[4 * block], x[4 * block + 1], x[4 * block + 2], x[4 * block + 3]);
 #else

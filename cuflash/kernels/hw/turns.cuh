@@ -33,19 +33,14 @@ __device__ __forceinline__ void pass_turn(u32* counter, u32 next) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(next) : "memory");
 }
 
-// Everything that `add` adds, by threads that `meet` at a barrier and of which one leads, when the counter has come to `turn`;
-// then it becomes `next`.
+// Everything that `add` adds, by threads that `meet` at a barrier and of which one leads, when the counter has come to `turn`.
 template <class Meet, class Add>
-__device__ __forceinline__ void in_turn(u32* counter, u32 turn, u32 next, bool leads, Meet meet, Add add) {
+__device__ __forceinline__ void in_turn(u32* counter, u32 turn, bool leads, Meet meet, Add add) {
   if (leads) wait_for_turn(counter, turn);
   meet();  // it is this block's turn
   add();
   meet();  // all have added
-  if (leads) pass_turn(counter, next);
-}
-template <class Meet, class Add>
-__device__ __forceinline__ void in_turn(u32* counter, u32 turn, bool leads, Meet meet, Add add) {
-  in_turn(counter, turn, turn + 1, leads, meet, add);
+  if (leads) pass_turn(counter, turn + 1);
 }
 // The same by all threads of a block.
 template <class Add> __device__ __forceinline__ void in_turn(u32* counter, u32 turn, Add add) {
