@@ -6,7 +6,8 @@
 //   keys     dP = V dOᵀ, dS, dK += dSᵀ Q
 // Both compute the same 64 x 64 elements in the same threads, so that P goes from one to the other as float32 through shared
 // memory, each thread's own.  dS is written there as well, and each takes every other panel of dQ = dS K.  `values` runs a step
-// ahead of `keys`: its exponentials run under the products of the other.  Where tiles are hidden, the producer's warp passes over
+// ahead of `keys`: its exponentials run under the products of the other.  Where dQ has a kernel of its own
+// (backward_wgmma_dq.cu), dS stays in registers and nothing is added to memory.  Where tiles are hidden, the producer's warp passes over
 // them and tells the consumers which step it is.
 // Invariants: producer and consumers walk the same steps; keys that nobody sees are zeros in shared memory.
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2.
@@ -70,6 +71,7 @@ struct Consumer {
     }
   }
   __device__ __forceinline__ void add_dq(Cursor<2> of, int tile, int turn) const {
+    if constexpr (Config::kDqApart) return;
     of.wait_full(shared.gradients);
     const int own = work.keys.begin / Config::kBlockK;
     if constexpr (Config::kDeterministic)
@@ -155,6 +157,10 @@ struct ValueConsumer : Consumer {
       pin(probabilities);
       release_by_warp(shared.channels.douts, now.slot);
       if (before >= 0) add_dq(now.previous(), before, turn_before);
+      if constexpr (Config::kDqApart) {  // else dQ has waited: no product may be under way where the loop turns
+        wgmma_wait_group<0>();
+        pin(s);
+      }
       before = tile;
       turn_before = turn;
     }
@@ -205,10 +211,12 @@ struct KeyConsumer : Consumer {
       add_score_gradients(s, ScoreSlopes<ScoreFragment>(), here, p, place, corner);
     }
     gradients.pack<Element>(s);
-    cursor.wait_empty(shared.gradients);
-    store_operand(shared.ds[cursor.slot], warp_row(), gradients);
-    fence_proxy_async();
-    arrive_by_warp(cursor.full(shared.gradients));
+    if constexpr (!Config::kDqApart) {
+      cursor.wait_empty(shared.gradients);
+      store_operand(shared.ds[cursor.slot], warp_row(), gradients);
+      fence_proxy_async();
+      arrive_by_warp(cursor.full(shared.gradients));
+    }
   }
   __device__ __forceinline__ void walk() {
     Scores dp;
@@ -241,6 +249,10 @@ struct KeyConsumer : Consumer {
       pin(gradients);
       release_by_warp(shared.channels.queries, now.slot);
       add_dq(now, tile, turn);
+      if constexpr (Config::kDqApart) {
+        wgmma_wait_group<0>();
+        pin(dp);
+      }
     }
   }
 };

@@ -12,7 +12,7 @@ import pytest
 import cuflash
 from cuflash import KeyLengths, problem
 from tests.cases import DTYPES, OPTIONS, Case
-from tests.gpu.device import DRY, Device, Kind, check
+from tests.gpu.device import DRY, Device, Kind, canonical_gradients, check
 from tests.tolerance import Expectation
 
 HOPPER = "numpy" if DRY else "wgmma"
@@ -48,6 +48,22 @@ def test_every_tile(device: Device, kind: Kind, name: str, causal: bool) -> None
         case = Case(name, batch=(batch,), heads_q=heads_q, heads_k=1, seq_q=seq_q, seq_k=seq_k)
         case = replace(case, head_dim=d, head_dim_v=d_v, causal=causal, **options)
         check(device, kind, case, backward=backward)
+
+
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+def test_dq_of_wide_heads(device: Device, kind: Kind, head_dim: int) -> None:
+    """By a kernel of its own: equal bits, and no turns for which blocks wait."""
+    hosts = [random(i, kind, 2, h, n, head_dim) for i, (h, n) in enumerate(((4, 300), (2, 391), (2, 391), (4, 300)))]
+    q, k, v, dout = (device.put(x) for x in hosts)
+    for options in ({}, {"causal": True}, {"window": (100, 50)}):
+        call, found = problem.describe(*hosts[:3], **options), set()
+        out, lse = cuflash.attention(q, k, v, return_lse=True, backend=kind.backend, **options)
+        options = {**options, "deterministic": True, "backend": kind.backend}
+        for _ in range(1 if DRY else 5):
+            gradients = cuflash.attention_backward(dout, q, k, v, out, lse, **options)
+            found.add(b"".join(device.get(x).tobytes() for x in gradients))
+        assert len(found) == 1
+        Expectation(call, hosts[3], None).check_backward(canonical_gradients(device, call, gradients))
 
 
 def test_everything(device: Device, kind: Kind) -> None:
