@@ -321,8 +321,12 @@ def plan_backward(
     padded = delta.rows_padded(problem)
     lines = problem.batch_size * problem.heads_q * padded
     counters = 0
-    sums_dq = not getattr(main, "returns_bias", False)  # else it is made of the blocks of that gradient
-    if deterministic and lines and sums_dq:  # without a query nothing is summed
+    # Else it is made of the blocks of dbias, or of scores of its own.
+    sums_dq = not (getattr(main, "returns_bias", False) or getattr(main, "dq_apart", False))
+    if deterministic and lines and not sums_dq:
+        main = replace(main, sum_digits=words_of_sums(problem, at))
+        delta = replace(delta, sum_digits=main.sum_digits)
+    elif deterministic and lines:  # without a query nothing is summed
         main = schedule.in_turns(main, words_of_sums(problem, at))
         delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks, sum_digits=main.sum_digits)
         counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
@@ -354,7 +358,7 @@ def plan_backward(
     planned = checked(*ahead, *steps)
     variant = variant_of(problem, names, main)
     turns = 0
-    if deterministic:
+    if counters:
         turns = wgmma.turns_section(problem, main) if schedule is wgmma else order.TURNS_SECTION
     values = {
         **common_values(problem, apart),

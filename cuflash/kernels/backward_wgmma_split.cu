@@ -6,7 +6,8 @@
 //   keys     dP = V dOᵀ, dS, dK += dSᵀ Q
 // Both compute the same 64 x 64 elements in the same threads, so that P goes from one to the other as float32 through shared
 // memory, each thread's own.  dS is written there as well, and each takes every other panel of dQ = dS K.  `values` runs ahead of
-// `keys`: its exponentials run under the products of the other.
+// `keys`: its exponentials run under the products of the other.  Where dQ has a kernel of its own (backward_wgmma_dq.cu), dS stays in
+// registers and nothing is added to memory.
 // With 64 keys a block additions to dQ set the pace.  Where dK and dV leave the registers, a block has 128 keys in two parts, which
 // a step goes through one after the other, and adds dQ of both: half the additions.  Panels of dQ then lag a step behind, and leave
 // one by one through shared memory, from where a thread of the producers' warpgroup adds them.  Where blocks take turns, its warps
@@ -100,6 +101,7 @@ template <int kGroup> struct Consumer {
     }
   }
   __device__ __forceinline__ void add_dq(Cursor<2> of, int tile) const {
+    if constexpr (Config::kDqApart) return;
     of.wait_full(shared.gradients);
     constexpr int kSharer = kGroups - 1 - kGroup;
     shared.turns.await(of, kSharer);
@@ -206,6 +208,10 @@ struct ValueConsumer : Consumer<0> {
       pin(probabilities);
       release_by_warp(shared.channels.douts, now.slot);
       if (before >= 0) add_dq(now.previous(), before);
+      if constexpr (Config::kDqApart) {  // else dQ has waited: no product may be under way where the loop turns
+        wgmma_wait_group<0>();
+        pin(s);
+      }
       before = tile;
     }
     add_dq(cursor.previous(), before);
@@ -298,10 +304,12 @@ struct KeyConsumer : Consumer<1> {
       add_score_gradients(s, ScoreSlopes<ScoreFragment>(), here, p, place, corner);
     }
     gradients.pack<Element>(s);
-    cursor.wait_empty(shared.gradients);
-    store_operand(shared.ds[cursor.slot], warp_row(), gradients);
-    fence_proxy_async();
-    arrive_by_warp(cursor.full(shared.gradients));
+    if constexpr (!Config::kDqApart) {
+      cursor.wait_empty(shared.gradients);
+      store_operand(shared.ds[cursor.slot], warp_row(), gradients);
+      fence_proxy_async();
+      arrive_by_warp(cursor.full(shared.gradients));
+    }
   }
   // From the `kFirst`-th on.
   template <int kFirst, int kSize> __device__ __forceinline__ void load_probabilities(float (&s)[kSize]) const {
@@ -372,6 +380,10 @@ struct KeyConsumer : Consumer<1> {
       pin(gradients);
       release_by_warp(shared.channels.queries, now.slot);
       add_dq(now, tile);
+      if constexpr (Config::kDqApart) {
+        wgmma_wait_group<0>();
+        pin(dp);
+      }
     }
   }
   // Two parts of the keys.  A panel of dQ of the step before is queued behind each part's dS, in front of dK, and added under it.  dK

@@ -321,6 +321,7 @@ class BackwardWgmmaSplit(BackwardWgmma):
 
     key_registers: int = BACKWARD_REGISTERS[1]  # of the consumer for dK
     leaves_dq: bool = False  # panels of dq go through shared memory
+    dq_apart: bool = False  # another kernel makes dq, of scores of its own
 
     @property
     def parts(self) -> int:
@@ -343,6 +344,48 @@ class BackwardWgmmaSplit(BackwardWgmma):
         probabilities = 4 * GROUP_ROWS * self.block_q + channel_bytes(1)
         panel = 4 * self.block_q * PANEL_COLUMNS if self.leaves_dq else 16
         return probabilities + panel + channel_bytes(self.dq_width // PANEL_COLUMNS)
+
+
+@dataclass(frozen=True)
+class BackwardWgmmaDq:
+    """Constants of backward_wgmma_dq.cu: dq of wide heads by blocks of 128 queries, of which each warpgroup owns 64."""
+
+    kernel = "backward_wgmma_dq"
+    method = WGMMA
+
+    head_dim: int
+    head_dim_v: int
+    statistics_rows: int  # whose shifts lie together, behind them their deltas
+    bias_apart: bool = False
+    block_q: int = 2 * GROUP_ROWS
+    block_k: int = GROUP_ROWS
+    key_stages: int = 2
+    value_stages: int = 1
+    producer_registers: int = BACKWARD_REGISTERS[0]
+    consumer_registers: int = BACKWARD_REGISTERS[1]
+
+    threads = 3 * GROUP_THREADS
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """Columns of its wgmma instructions."""
+        return self.block_k, self.head_dim
+
+    @property
+    def box_rows(self) -> Mapping[str, int]:
+        """Names of the main kernel's maps, which it takes as they are."""
+        return dict.fromkeys(("q", "dout", "k", "v", "dk", "dv"), 0)
+
+    def shared_bytes(self, itemsize: int) -> int:
+        queries = panel_bytes(self.block_q, self.head_dim) + panel_bytes(self.block_q, self.head_dim_v)
+        keys = self.key_stages * panel_bytes(self.block_k, self.head_dim)
+        values = self.value_stages * panel_bytes(self.block_k, self.head_dim_v)
+        channels = 2 * channel_bytes(1) + channel_bytes(self.key_stages) + channel_bytes(self.value_stages)
+        return padded(queries + keys + values + channels + WORK_BYTES, PANEL_ALIGNMENT)
+
+    def blocks(self, problem: Problem) -> int:
+        """Tiles of queries."""
+        return query_tiles(problem, self.block_q) * problem.heads_q * problem.batch_size
 
 
 MIN_COMPILER = 1209  # older ones refuse a second -arch, which CuPy cannot be kept from giving
@@ -538,6 +581,10 @@ STAYING_STEPS = 17
 # Head sizes of keys and of values up to which registers are left for two parts of the keys.
 MAX_PARTED, MAX_PARTED_VALUES = 192, 128
 PARTED_REGISTERS = 224, 256  # of the consumers for dV and dK, beside a producer with 24
+# Head size up to which dq is summed in memory, unless in a fixed order.  H200, 2026-12-01, bf16, TFLOP/s so and by a kernel of
+# its own, full and causal: d 256 S 1024 353 and 381, 286 and 311, S 16384 426 and 468, 433 and 464; d 192 S 8192 470 and 447, 468
+# and 434, in a fixed order 289 and 431, 288 and 434; d 256 S 4096 with a bias 248 and 236, a mask 420 and 319, softcap 419, 345
+MAX_SUMMED = 192
 MAX_PAIRED = 128  # head size up to which dK and dV together fit in a warpgroup's registers
 
 
@@ -575,6 +622,7 @@ def backward(
             consumer_registers=values,
             key_registers=keys,
             leaves_dq=parts and not deterministic,
+            dq_apart=not parts and makes_dq_apart(problem, deterministic),
         )
     itemsize = itemsize_of_gradient(problem, dbias, bias)
     rich = is_rich(without_bias(problem) if itemsize else problem)
@@ -616,6 +664,11 @@ def turns_section(problem: Problem, config: BackwardWgmma) -> int:
     return 16 if full else 32
 
 
+def makes_dq_apart(problem: Problem, deterministic: bool) -> bool:
+    """Whether dq of heads above MAX_PAIRED has a kernel of its own, which makes scores a second time."""
+    return (deterministic or max(problem.head_dim, problem.head_dim_v) > MAX_SUMMED) and not is_rich(problem)
+
+
 def stays(problem: Problem, config: BackwardWgmma) -> bool:
     """Whether blocks take tile after tile of keys: where these have few steps, so that their ends count."""
     others = [m for m in problem.modifiers if m.kind != "sum" and m.name != "causal"]
@@ -641,8 +694,10 @@ def itemsize_of_gradient(problem: Problem, dbias: Placed | None, bias: str) -> i
     return dbias.itemsize
 
 
-def convert(problem: Problem, main: BackwardWgmma) -> BackwardConvert | BackwardQueriesWgmma:
-    """The kernel that makes dq of what `main` leaves: blocks of dS, or sums in its own order."""
+def convert(problem: Problem, main: BackwardWgmma) -> BackwardConvert | BackwardQueriesWgmma | BackwardWgmmaDq:
+    """The kernel that makes dq of what `main` leaves: nothing, blocks of dS, or sums in its own order."""
+    if isinstance(main, BackwardWgmmaSplit) and main.dq_apart:
+        return BackwardWgmmaDq(main.head_dim, main.head_dim_v, main.statistics_rows, bias_apart=main.bias_apart)
     if main.returns_bias:
         return BackwardQueriesWgmma(main.head_dim, main.head_dim_v, main.dq_width, main.bias_rows)
     return convert_sums(main)

@@ -13,7 +13,7 @@ import pytest
 import cuflash
 from cuflash import KeyLengths, problem
 from tests.cases import DTYPES, OPTIONS, Case
-from tests.gpu.device import DRY, Device, Kind, check
+from tests.gpu.device import DRY, Device, Kind, canonical_gradients, check
 from tests.tolerance import Expectation
 
 HOPPER = "numpy" if DRY else "wgmma"
@@ -73,6 +73,22 @@ def test_turns_of_many_blocks(device: Device, kind: Kind, head_dim: int, head_di
     for x, y in zip(first, gradients(False), strict=True):
         x, y = x.astype(np.float64), y.astype(np.float64)
         assert np.linalg.norm(x - y) <= float(ml_dtypes.finfo(DTYPES[kind.dtype]).eps) * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+def test_dq_of_wide_heads(device: Device, kind: Kind, head_dim: int) -> None:
+    """By a kernel of its own: equal bits, and no turns for which blocks wait."""
+    hosts = [random(i, kind, 2, h, n, head_dim) for i, (h, n) in enumerate(((4, 300), (2, 391), (2, 391), (4, 300)))]
+    q, k, v, dout = (device.put(x) for x in hosts)
+    for options in ({}, {"causal": True}, {"window": (100, 50)}):
+        call, found = problem.describe(*hosts[:3], **options), set()
+        out, lse = cuflash.attention(q, k, v, return_lse=True, backend=kind.backend, **options)
+        options = {**options, "deterministic": True, "backend": kind.backend}
+        for _ in range(1 if DRY else 5):
+            gradients = cuflash.attention_backward(dout, q, k, v, out, lse, **options)
+            found.add(b"".join(device.get(x).tobytes() for x in gradients))
+        assert len(found) == 1
+        Expectation(call, hosts[3], None).check_backward(canonical_gradients(device, call, gradients))
 
 
 def test_everything(device: Device, kind: Kind) -> None:
