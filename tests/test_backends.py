@@ -54,7 +54,7 @@ def test_hopper_kernels_are_preferred_to_those_of_every_device():
 def test_dtypes_of_more_than_16_bits():
     assert refused(call_of(dtype="float64")) == "float64 is not among its dtypes (float16, bfloat16, float32)"
     assert chosen(call_of(dtype="float32"), requested="wgmma")[0] == "wgmma"
-    wide = call_of((1, 4, 100, 65), dtype="float32")
+    wide = call_of((1, 4, 100, 129), dtype="float32")
     assert refused(wide, backward=True) == f"its backward of float32 takes heads of {MAX_SPLIT} at most"
 
 

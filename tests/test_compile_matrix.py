@@ -262,7 +262,10 @@ def split_entries() -> Iterator[Entry]:
     yield split(89, (128, 128), "causal", precision="tf32")
     for size, option in product((64, 128), ("causal", "alibi", "sparse-everything")):
         yield split(90, (size, size), option, backend="wgmma")
-    for sizes, option in (((128, 128), "plain"), ((128, 128), "ranges-bias"), ((16, 80), "dropout-everything")):
+    for sizes, option in (
+        *(((128, 128), "plain"), ((128, 128), "ranges-bias"), ((16, 80), "dropout-everything")),
+        *(((128, 128), "ranges-mask"), ((128, 128), "softcap"), ((96, 80), "ranges-alibi"), ((24, 112), "plain")),
+    ):
         yield split(90, sizes, option, backend="wgmma")
     for size, option in (
         *((64, "ranges"), (128, "everything"), (256, "causal"), (128, "ranges"), (64, "alibi"), (128, "softcap")),

@@ -13,15 +13,13 @@
 // Source: FlashAttention-2 (arXiv:2307.08691), algorithm 2.
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "hw/fragment_simt.cuh"
-#include "hw/gemm_split_wgmma.cuh"
 #include "attention/epilogue.cuh"
-#include "backward_wgmma_inputs.cuh"
+#include "backward_split_wgmma_inputs.cuh"
 
-constexpr int kPlanes = Config::kPlanes;
 constexpr int kGroups = 2;  // of consumers
 constexpr int kWarps = kGroups * kWarpgroupThreads / 32;
 constexpr int kGroupBarrier = 1, kAllBarrier = kGroupBarrier + kGroups;
-static_assert(kPlanes == 2 && Config::kBlockK == kGroups * kWarpgroupRows, "64 keys each");
+static_assert(Config::kBlockK == kGroups * kWarpgroupRows, "64 keys each");
 static_assert(Config::kBlockQ == kWarpgroupRows && Config::kDqWidth <= kPanelColumns, "dQ of a step is one product");
 
 typedef PanelTile<kWarpgroupRows, Config::kBlockQ> GradientTile;  // dS transposed, a row per key
@@ -38,36 +36,6 @@ struct SharedStorage {
   InputChannels channels;
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/split_wgmma.py disagrees");
-
-// One thread: loads in the order in which the consumers use what is loaded.
-__device__ __forceinline__ void produce_planes(const Params& p, SharedStorage& shared, const Work& work) {
-  const auto load = [&](auto& to, const TensorMap& map, u32 full, int row, int head, CachePolicy policy) {
-#pragma unroll
-    for (int plane = 0; plane < kPlanes; ++plane) copy_panels(to[plane], map, full, {0, row, head, plane}, policy);
-  };
-  InputChannels& channels = shared.channels;
-  const u32 full = shared_address(&channels.keys.full[0]);
-  mbarrier_arrive_expect_tx(full, sizeof(shared.k) + sizeof(shared.v));
-  const int of_keys = work.batch * p.heads_k + work.place.head_k, of_queries = work.batch * p.heads_q;
-  load(shared.k, p.k_map, full, work.keys.begin, of_keys, CachePolicy::kEvictFirst);
-  load(shared.v, p.v_map, full, work.keys.begin, of_keys, CachePolicy::kEvictFirst);
-  Step step(p, work);
-  Cursor<Config::kStages> cursor;
-  for (int i = 0; i < work.steps; ++i) {
-    const int row = step.tile * Config::kBlockQ, head = of_queries + step.head;
-    const u32 q_full = cursor.full(channels.queries), dout_full = cursor.full(channels.douts);
-    cursor.wait_empty(channels.queries);
-    mbarrier_arrive_expect_tx(q_full, sizeof(shared.q[0]) + sizeof(Statistics));
-    load(shared.q[cursor.slot], p.q_map, q_full, row, head, CachePolicy::kEvictNormal);
-    cp_async_bulk_load(shared_address(&channels.statistics[cursor.slot]),
-                       static_cast<const Statistics*>(p.statistics) + step.number(), sizeof(Statistics), q_full);
-    cursor.wait_empty(channels.douts);
-    mbarrier_arrive_expect_tx(dout_full, sizeof(shared.dout[0]));
-    load(shared.dout[cursor.slot], p.dout_map, dout_full, row, head, CachePolicy::kEvictNormal);
-    step.advance(p, work);
-    cursor.advance();
-  }
-}
 
 // One warpgroup.
 struct Consumer {
@@ -88,16 +56,6 @@ struct Consumer {
   __device__ __forceinline__ int warp_row() const {  // of the group's 64
     return recomputed(threadIdx.x) % kWarpgroupThreads / 32 * 16;
   }
-  // When sums of low parts are there.
-  template <int kSize> static __device__ __forceinline__ void take_low(float (&c)[kSize]) {
-    pin(c);
-    low_to_high(c);
-  }
-  template <int kSize> static __device__ __forceinline__ void take(float (&to)[kSize], float (&part)[kSize]) {
-    pin(part);
-    add(to, part);
-  }
-
   __device__ __forceinline__ void step() {
     const SplitOperand<kPlanes, KeyTile> keys(shared.k, own_rows());
     const SplitOperand<kPlanes, ValueTile> values(shared.v, own_rows());
@@ -214,14 +172,7 @@ struct Consumer {
 
 __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, const Work& work, int group) {
   Consumer consumer(p, shared, work, group);
-  constexpr int kThreads = kGroups * kWarpgroupThreads;
-  await_keys<kAllBarrier, kThreads>(p, shared.channels, work, [&](Range rows, int thread) {
-#pragma unroll
-    for (int plane = 0; plane < kPlanes; ++plane) {
-      clear_rows_outside<kThreads>(shared.k[plane], rows, thread);
-      clear_rows_outside<kThreads>(shared.v[plane], rows, thread);
-    }
-  });
+  await_keys<kAllBarrier, kGroups * kWarpgroupThreads>(p, shared, work);
 #pragma unroll 1
   for (int rest = work.steps; rest > 0; --rest) consumer.step();
   const GradientExponents exponent(p, work.place);

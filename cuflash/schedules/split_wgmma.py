@@ -35,14 +35,13 @@ from cuflash.schedules.wgmma import (
     unmet,
     weight,
 )
-from cuflash.tensormap import PANEL_ALIGNMENT, TensorMap, panel_bytes
+from cuflash.tensormap import PANEL_ALIGNMENT, PANEL_COLUMNS, TensorMap, panel_bytes
 
 if TYPE_CHECKING:
     from cuflash.backends import Device
 
-MAX_SPLIT = (
-    64  # head size up to which a warpgroup has registers for the sums of a backward of two planes; 0 leaves all to mma
-)
+MAX_SPLIT = 128  # head size up to which there is a backward of two planes; 0 leaves all to mma
+MAX_WHOLE = 64  # and up to which a warpgroup has registers for its sums of dK and dV, if scores have no slopes
 UNIT_BYTES = 16  # what a block of the backward multiplies with, in shared memory
 
 #: whether to take a call at all is the same question as for mma.sync
@@ -159,6 +158,7 @@ class BackwardSplitWgmma:
     returns_bias: bool = False
     sums_bias: bool = False
     key_stages: int = 1  # blocks do not stay
+    exchanged_bytes = 0
 
     @property
     def statistics_rows(self) -> int:
@@ -183,10 +183,35 @@ class BackwardSplitWgmma:
         tiles = self.planes * (keys + self.stages * queries + gradients)
         statistics = self.stages * 2 * 4 * self.block_q
         channels = BackwardPlane.told_bytes + channel_bytes(1) + 2 * channel_bytes(self.stages)
-        return padded(tiles + statistics + channels, PANEL_ALIGNMENT)
+        return padded(tiles + statistics + channels + self.exchanged_bytes, PANEL_ALIGNMENT)
 
     def blocks(self, problem: Problem) -> int:
         return key_tiles(problem, self.block_k) * problem.heads_k * problem.batch_size
+
+
+@dataclass(frozen=True)
+class BackwardSplitRoles(BackwardSplitWgmma):
+    """Constants of backward_split_wgmma_roles.cu: 64 keys, one warpgroup for dV and one for dK."""
+
+    kernel = "backward_split_wgmma_roles"
+    threads = 4 * GROUP_THREADS
+
+    block_k: int = GROUP_ROWS
+    consumer_registers: int = 192
+    sum_registers: int = 104  # of the consumer that sums dq
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """Columns of its wgmma instructions."""
+        panels = {self.dq_width // 2}
+        for columns in (self.head_dim, self.head_dim_v):
+            panels |= {min(PANEL_COLUMNS, columns - before) for before in range(0, columns, PANEL_COLUMNS)}
+        return self.block_q, 2 * self.block_q, *panels
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """P in float32 on its way from one consumer to the other, its channel and that of dS."""
+        return 4 * self.block_k * self.block_q + 2 * channel_bytes(1)
 
 
 Backward = BackwardPlane | BackwardSplitWgmma
@@ -221,8 +246,6 @@ def backward_refusal(problem: Problem, at: Mapping[str, Placed]) -> str | None:
             return f"its backward of float32 adds to no gradients of {modifier.name}"
         if isinstance(modifier, Written) and modifier.has_slope():
             return f"its backward of float32 does not take {modifier.title}, whose derivative nothing bounds"
-        if modifier.has_slope() and split.planes_of(problem) > 1:
-            return f"its backward of float32 has no room for the slopes of {modifier.name}"
     return wgmma.unfit(problem, True)
 
 
@@ -290,6 +313,8 @@ def backward(problem: Problem, shared_limit: int, aligned: bool) -> Backward:
     """With one plane that of 16 bits."""
     if split.planes_of(problem) > 1:
         head_dim, head_dim_v = padded(problem.head_dim, STEP), padded(problem.head_dim_v, STEP)
+        if max(head_dim, head_dim_v) > MAX_WHOLE or any(m.has_slope() for m in problem.modifiers):
+            return BackwardSplitRoles(head_dim, head_dim_v, dq_width=padded(head_dim, PANEL_COLUMNS))
         return BackwardSplitWgmma(head_dim=head_dim, head_dim_v=head_dim_v, dq_width=head_dim)
     found = wgmma.backward(problem, shared_limit, aligned)
     return BackwardPlane(**{f.name: getattr(found, f.name) for f in fields(found)})

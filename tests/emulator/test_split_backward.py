@@ -186,9 +186,9 @@ def test_magnitudes(factors):
     check_call(call, dout, None, seeds=(0, 1))
 
 
-def spoiled(part: str, change: Any, seq_k: int = 45) -> tuple[Call, np.ndarray]:
+def spoiled(part: str, change: Any, seq_k: int = 45, head_dim: int = 16) -> tuple[Call, np.ndarray]:
     """A call of two batch entries with two heads of keys each, and its dout, of which one head is changed in one array."""
-    made = Case("spoiled", heads_q=4, heads_k=2, seq_q=70, seq_k=seq_k, causal=True).make()
+    made = Case("spoiled", heads_q=4, heads_k=2, seq_q=70, seq_k=seq_k, head_dim=head_dim, causal=True).make()
     head = made[part][1, 3 if part in ("q", "dout") else 1]
     change(head)
     return problem.describe(made["q"], made["k"], made["v"], causal=True), made["dout"]

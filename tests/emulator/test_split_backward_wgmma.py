@@ -16,7 +16,7 @@ import pytest
 from cuflash import plan, problem, source
 from cuflash.backends import select
 from cuflash.problem import Call
-from cuflash.schedules.split_wgmma import MAX_SPLIT
+from cuflash.schedules.split_wgmma import MAX_SPLIT, MAX_WHOLE
 from cuflash.variant import Variant
 from tests.cases import OPTIONS, STRIDES, Case
 from tests.emulator import Mutant, examine, kernels, test_split_backward
@@ -35,6 +35,8 @@ from tests.tolerance import Expectation
 
 pytestmark = pytest.mark.skipif(not MAX_SPLIT, reason="left to mma: schedules/split_wgmma.py")
 MANY_SEEDS = range(12)
+#: a warpgroup sums dK and dV, or one of them
+both = pytest.mark.parametrize("head_dim", [16, 72], ids=["whole", "roles"])
 
 
 def check_call(call: Call, dout: Any, seeds: Iterable[int] = SEEDS, **options: Any) -> None:
@@ -47,30 +49,36 @@ def check(case: Case, seeds: Iterable[int] = SEEDS, **options: Any) -> None:
 
 
 # ---- options, lengths, head sizes, strides -----------------------------------------------------------------------------
-@pytest.mark.parametrize("name", [name for name in OPTIONS if taken(name) and "softcap" not in name])
-def test_options(name):
-    case = Case(name, **{**OPTIONS[name], "seq_q": 131, "seq_k": 150, "dlse": False})
+@both
+@pytest.mark.parametrize("name", [name for name in OPTIONS if taken(name)])
+def test_options(name, head_dim):
+    case = Case(name, **{**OPTIONS[name], "seq_q": 131, "seq_k": 150, "head_dim": head_dim, "dlse": False})
     check(case, (0, 1), suits=True if case.lengths is None else suited(case))
 
 
-def test_schedules():
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_schedules(head_dim):
     """Several tiles of queries, two heads of a group, tiles of keys with and without queries, keys that end inside one."""
-    case = Case("schedules", heads_k=1, seq_q=270, seq_k=300, head_dim=64, lengths=(300, 37), window=(100, 20))
+    case = Case("schedules", heads_k=1, seq_q=270, seq_k=300, head_dim=head_dim, lengths=(300, 37), window=(100, 20))
     check(case, MANY_SEEDS, suits=suited(case))
     check(replace(case, seq_q=100, seq_k=130, lengths=None, window=None, causal=True), (3,), sanitize=True)
 
 
+@both
 @pytest.mark.parametrize("causal", [False, True, "top_left"], ids=["full", "causal", "top-left"])
-def test_lengths(causal):
+def test_lengths(causal, head_dim):
     seeds = count()
     for seq_q in (1, 63, 65, 129):
-        for seq_k in sorted({*edges(128), 1}):
-            check(
-                Case("lengths", batch=(), heads_q=1, heads_k=1, seq_q=seq_q, seq_k=seq_k, causal=causal), (next(seeds),)
-            )
+        for seq_k in sorted({*edges(128 if head_dim <= MAX_WHOLE else 64), 1}):
+            sizes = {"seq_q": seq_q, "seq_k": seq_k, "head_dim": head_dim}
+            check(Case("lengths", batch=(), heads_q=1, heads_k=1, causal=causal, **sizes), (next(seeds),))
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(1, 1), (7, 33), (40, 24), (64, 16), (16, 64)])
+WHOLE = ((1, 1), (7, 33), (40, 24), (64, 16), (16, 64))
+ROLES = ((65, 65), (96, 80), (128, 128), (128, 40), (24, 112))
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), WHOLE + ROLES)
 def test_head_sizes(head_dim, head_dim_v):
     check(Case("dims", batch=(1,), head_dim=head_dim, head_dim_v=head_dim_v, causal=True), (0, 4))
 
@@ -80,12 +88,14 @@ def test_strides(name):
     for seed, layout in ((2, "bhsd"), (5, "bshd")):
         check(Case(name, strides=name, layout=layout, head_dim=20), (seed,))
         check(Case(name, strides=name, layout=layout, head_dim=20), (seed,), place=STRIDES["padded"])
+    check(Case(name, strides=name, layout="bshd", head_dim=100), (seed,), place=STRIDES["padded"])
 
 
 # ---- values ------------------------------------------------------------------------------------------------------------
+@both
 @pytest.mark.parametrize("values", ["x30", "logits about -200", "logits about -1e5", "dominant key late", "constant"])
-def test_values(values):
-    check(Case("values", values=values, causal=True), (0, 1))
+def test_values(values, head_dim):
+    check(Case("values", values=values, causal=True, head_dim=head_dim), (0, 1))
 
 
 @test_split_backward.magnitudes
@@ -93,19 +103,21 @@ def test_magnitudes(factors):
     check_call(*test_split_backward.in_magnitudes(factors))
 
 
-def test_rows_and_heads_in_scales_of_their_own():
+@both
+def test_rows_and_heads_in_scales_of_their_own(head_dim):
     """Down to 2^-12 of the largest row of a group; elements of what is far below still add up exactly enough."""
-    made = Case("rows", heads_q=4, heads_k=2, seq_q=140, seq_k=150).make()
+    made = Case("rows", heads_q=4, heads_k=2, seq_q=140, seq_k=150, head_dim=head_dim).make()
     rng = np.random.default_rng(0)
     for part in ("q", "dout", "v"):
         made[part] *= np.exp2(rng.integers(-10, 1, (*made[part].shape[:-1], 1))).astype(np.float32)
     check_call(problem.describe(made["q"], made["k"], made["v"], scale=0.125), made["dout"], (0, 1))
 
 
+@both
 @pytest.mark.parametrize("part", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("change", [shrink_a_row, grow_an_element], ids=lambda f: f.__name__)
-def test_heads_that_do_not_suit(part, change):
-    call, dout = spoiled(part, change)
+def test_heads_that_do_not_suit(part, change, head_dim):
+    call, dout = spoiled(part, change, head_dim=head_dim)
     check_call(call, dout, (0, 1), suits=[True, True, True, False])
 
 
@@ -116,8 +128,9 @@ def test_zeros_and_small_elements_suit(part, change):
     check_call(call, dout, (0, 1))
 
 
-def test_keys_beyond_the_length_are_not_read():
-    made = Case("lengths", seq_q=140, seq_k=150, lengths=(20, 0), causal="top_left").make()
+@both
+def test_keys_beyond_the_length_are_not_read(head_dim):
+    made = Case("lengths", seq_q=140, seq_k=150, head_dim=head_dim, lengths=(20, 0), causal="top_left").make()
     for name in ("k", "v"):
         made[name][0, :, 20:] = np.nan
         made[name][1] = np.inf
@@ -150,13 +163,47 @@ BUGS = (
 )
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug[0].replace(" ", "_"))
-def test_bug_is_noticed(bug):
-    made = Case("bugs", heads_q=4, heads_k=2, seq_q=140, seq_k=150, alibi="h", causal=True, lengths=(150, 70)).make()
+#: of backward_split_wgmma_roles.cu
+BUGS_OF_ROLES = (
+    ("dS is not fenced", "    fence_proxy_async();\n    arrive_by_warp(ds_cursor", "    arrive_by_warp(ds_cursor"),
+    ("P is overwritten before it is read", "    p_cursor.wait_empty(shared.probabilities);\n", ""),
+    ("P is read before it is there", "    p_cursor.wait_full(shared.probabilities);\n", ""),
+    ("dS is overwritten before it is read", "    ds_cursor.wait_empty(shared.gradients);\n", ""),
+    ("dS is read before it is there", "    cursor.wait_full(shared.gradients);\n", ""),
+    ("dO and Q are not handed back", "    release_by_warp(this->far_channel(), this->cursor.slot);\n", ""),
+    ("dS does not wait for its statistics", "    cursor.wait_full(far_channel());  // brings the statistics\n", ""),
+    ("the low part of K is forgotten", "keys.plane(1) + half * kNext", "keys.plane(0) + half * kNext"),
+    ("low parts of keys meet nothing", "+ x.low[i]) * (1.f", ") * (1.f"),
+    ("sums of low parts keep their scale", "c[i] *= 1.f / kLowScale;", "c[i] *= 2.f / kLowScale;"),
+    ("half of dQ is added to the other", "add(first, before, 0);", "add(first, before, 1);"),
+    ("the last half of dQ is forgotten", "  if (before >= 0) add(second, before, 1);\n}", "}"),
+    ("columns of a second panel are those of the first", "take(sums, rest, kFirst / 2);", "take(sums, rest);"),
+    (
+        "keys that nobody has written meet a gradient of 0",
+        "    for (int plane = 0; plane < kPlanes; ++plane) {\n      clear_rows_outside",
+        "    for (int plane = 0; plane < 0; ++plane) {\n      clear_rows_outside",
+    ),
+    ("a step keeps the head of before", "place.head = at.head;", "place.head = work.place.head;"),
+)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "bug"),
+    [
+        *(pytest.param("backward_split_wgmma", 16, bug, id=bug[0].replace(" ", "_")) for bug in BUGS),
+        *(
+            pytest.param("backward_split_wgmma_roles", 72, bug, id=f"roles-{bug[0].replace(' ', '_')}")
+            for bug in BUGS_OF_ROLES
+        ),
+    ],
+)
+def test_bug_is_noticed(kernel, head_dim, bug):
+    options = {"heads_q": 4, "heads_k": 2, "alibi": "h", "causal": True, "lengths": (150, 70), "head_dim": head_dim}
+    made = Case("bugs", seq_q=140, seq_k=150, **options).make()
     for name in ("k", "v"):
         made[name][1, :, 70:] = np.nan
     call = problem.describe(*(made[n] for n in "qkv"), **made["options"])
-    kernel, expectation, dout = "backward_split_wgmma", Expectation(call, made["dout"]), made["dout"]
+    expectation, dout = Expectation(call, made["dout"]), made["dout"]
     out, lse = expectation.plain["out"], expectation.lse.astype(np.float32)
     seen: list[Variant] = []
 
@@ -183,6 +230,7 @@ def test_what_is_chosen():
 
     long = Case("long", batch=(), heads_q=1, heads_k=1, seq_q=256, seq_k=256, head_dim=64)
     assert chosen(long) == chosen(replace(long, causal=True)) == "wgmma"
-    assert chosen(replace(long, head_dim_v=65)) == "mma"
+    assert chosen(replace(long, head_dim_v=128)) == "wgmma"
+    assert chosen(replace(long, head_dim_v=129)) == "mma"
     assert chosen(long, dlse=np.zeros((1, 256), np.float32)) == "mma"
     assert chosen(replace(long, seq_q=255)) == "simt"

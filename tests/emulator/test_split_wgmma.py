@@ -235,7 +235,7 @@ def test_what_is_chosen():
     long = Case("long", batch=(), heads_q=1, heads_k=1, seq_q=256, seq_k=256, head_dim=8)
     assert chosen(long) == "wgmma"
     assert chosen(long, backward=True) == ("wgmma" if MAX_SPLIT else "mma")
-    assert chosen(replace(long, head_dim=65), backward=True) == "mma"
+    assert chosen(replace(long, head_dim=129), backward=True) == "mma"
     assert chosen(long, maximum=np.zeros((1, 256), np.float32)) == "mma"
     assert chosen(replace(long, head_dim=136)) == "mma"
     assert chosen(replace(long, lengths=(200,), batch=(1,), head_dim=128)) == "wgmma"

@@ -24,13 +24,14 @@ def on_hopper(device: Device, request: pytest.FixtureRequest) -> None:
         pytest.skip("left to mma: schedules/split_wgmma.py")
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if taken(name) and "softcap" not in name])
-def test_options(device: Device, name: str) -> None:
-    case = Case(name, **{**OPTIONS[name], "seq_q": 300, "seq_k": 411, "head_dim": 64, "dlse": False})
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if taken(name)])
+def test_options(device: Device, name: str, head_dim: int) -> None:
+    case = Case(name, **{**OPTIONS[name], "seq_q": 300, "seq_k": 411, "head_dim": head_dim, "dlse": False})
     check(device, WGMMA, case)
 
 
-@pytest.mark.parametrize("head_dim", [1, 16, 33, 64])
+@pytest.mark.parametrize("head_dim", [1, 16, 33, 64, 65, 96, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_head_sizes(device: Device, head_dim: int, causal: bool) -> None:
     case = Case("", seq_q=300, seq_k=411, head_dim=head_dim, causal=causal)
@@ -38,12 +39,13 @@ def test_head_sizes(device: Device, head_dim: int, causal: bool) -> None:
     check(device, WGMMA, replace(case, head_dim_v=40))
 
 
-def test_many_lengths(device: Device) -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_lengths(device: Device, head_dim: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(4 if DRY else 25):
         seq_q, seq_k = (int(n) for n in rng.integers(1, 400, 2))
         window = (int(rng.integers(0, 300)), int(rng.integers(0, 300))) if rng.random() < 0.5 else None
-        case = Case("", seq_q=seq_q, seq_k=seq_k, heads_q=3, heads_k=1, head_dim=64, window=window)
+        case = Case("", seq_q=seq_q, seq_k=seq_k, heads_q=3, heads_k=1, head_dim=head_dim, window=window)
         try:
             check(device, WGMMA, replace(case, lengths="random", causal=bool(rng.random() < 0.5)))
         except AssertionError as error:
@@ -56,19 +58,22 @@ def test_strides(device: Device, name: str) -> None:
         check(device, WGMMA, Case("", seq_q=150, seq_k=283, strides=name, layout=layout, head_dim=40, causal=True))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("values", VALUES)
-def test_values(device: Device, values: str) -> None:
-    check(device, WGMMA, Case("", seq_q=150, seq_k=283, head_dim=64, values=values, causal=True))
+def test_values(device: Device, values: str, head_dim: int) -> None:
+    check(device, WGMMA, Case("", seq_q=150, seq_k=283, head_dim=head_dim, values=values, causal=True))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", INPUTS)
-def test_as_exact_as_plain_float32(device: Device, name: str) -> None:
-    check_exactness(device, WGMMA.backend, name, 64)
+def test_as_exact_as_plain_float32(device: Device, name: str, head_dim: int) -> None:
+    check_exactness(device, WGMMA.backend, name, head_dim)
 
 
-def test_long_sums_are_not_truncated(device: Device) -> None:
-    arrays = [abs(x) for x in random(3, 1000 if DRY else 6000, 64)]
-    arrays.append(abs(random(4, arrays[0].shape[2], 64)[0]))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_long_sums_are_not_truncated(device: Device, head_dim: int) -> None:
+    arrays = [abs(x) for x in random(3, 1000 if DRY else 6000, head_dim)]
+    arrays.append(abs(random(4, arrays[0].shape[2], head_dim)[0]))
     found = errors(arrays, gradients(device, WGMMA.backend, arrays))
     assert (found["dv"][1] < 32 * 2.0**-23).all(), found["dv"]
 
@@ -87,11 +92,12 @@ def test_tf32(device: Device, name: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize("precision", [None, "tf32"])
 @pytest.mark.parametrize("part", range(4), ids=["q", "k", "v", "dout"])
-def test_heads_that_do_not_suit(device: Device, part: int, precision: str | None) -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads_that_do_not_suit(device: Device, part: int, precision: str | None, head_dim: int) -> None:
     """One head is left to plain float32."""
     if DRY and precision:
         pytest.skip("the host computes no TF32")
-    arrays = [*random(5, 600, 64), random(6, 600, 64)[0]]
+    arrays = [*random(5, 600, head_dim), random(6, 600, head_dim)[0]]
     arrays[part][0, 1, 17] *= np.float32(1e-6)
     options = {"precision": precision} if precision else {}
     found, plain = (

@@ -21,6 +21,18 @@ template <int kPlanes, class Tile> struct SplitOperand {
   }
 };
 
+// The same of a tile in whose panels the planes lie on top of each other: from the first plane on it is one operand with the
+// columns of both, high ones first.
+template <int kPlanes, class Tile> struct StackedOperand {
+  u64 first;
+
+  __device__ __forceinline__ explicit StackedOperand(const Tile& tile, int panel = 0)
+      : first(operand(tile) + panel * (Tile::kPanelBytes >> 4)) {}
+  __device__ __forceinline__ u64 plane(int plane, int = 0) const {
+    return first + plane * (Tile::kPanelBytes / kPlanes >> 4);
+  }
+};
+
 // A of every step of a contraction, packed from an accumulator and split.
 template <int kPlanes, int kSteps> struct SplitRegisters {
   RegisterOperand<kSteps> plane[kPlanes];
@@ -96,19 +108,18 @@ __device__ __forceinline__ void wgmma_high_rows(float (&c)[kSize], const SplitOp
 }
 // The same of A B, A in registers, the high ones in chains of steps: the first one goes on where the low parts, or with one
 // plane the steps before, have ended, others begin anew.
-template <int kPlanes, int kSteps, class TileB, int kSize>
+template <int kPlanes, int kSteps, class Operand, int kSize>
 __device__ __forceinline__ void wgmma_low_high_columns(float (&c)[kSize], const SplitRegisters<kPlanes, kSteps>& a,
-                                                       const SplitOperand<kPlanes, TileB>& b, int slot) {
+                                                       const Operand& b, int slot) {
   wgmma_plane_columns(c, a.plane[1], b.plane(0, slot), true, 0, kSteps);
 }
-template <int kPlanes, int kSteps, class TileB, int kSize>
+template <int kPlanes, int kSteps, class Operand, int kSize>
 __device__ __forceinline__ void wgmma_high_low_columns(float (&c)[kSize], const SplitRegisters<kPlanes, kSteps>& a,
-                                                       const SplitOperand<kPlanes, TileB>& b, int slot) {
+                                                       const Operand& b, int slot) {
   wgmma_plane_columns(c, a.plane[0], b.plane(1, slot), false, 0, kSteps);
 }
-template <int kPlanes, int kSteps, class TileB, int kSize>
+template <int kPlanes, int kSteps, class Operand, int kSize>
 __device__ __forceinline__ void wgmma_high_columns(float (&c)[kSize], const SplitRegisters<kPlanes, kSteps>& a,
-                                                   const SplitOperand<kPlanes, TileB>& b, int slot, int first,
-                                                   int end) {
+                                                   const Operand& b, int slot, int first, int end) {
   wgmma_plane_columns(c, a.plane[0], b.plane(0, slot), first > 0, first, end);
 }
