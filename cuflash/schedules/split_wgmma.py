@@ -158,7 +158,11 @@ class BackwardSplitWgmma:
     returns_bias: bool = False
     sums_bias: bool = False
     key_stages: int = 1  # blocks do not stay
-    exchanged_bytes = 0
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Shared memory in which consumers hand over more than dS."""
+        return 0
 
     @property
     def statistics_rows(self) -> int:
