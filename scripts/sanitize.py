@@ -63,8 +63,8 @@ def cases() -> Iterator[Case]:
             if row.name == "simt" or dtype != "float32":  # whose packed sequences are simt's
                 yield Case(row.name, dtype, 0, "packed")
             if row.name == "wgmma":  # which takes aligned arrays, and has no statistics
-                for options in ("causal", "documents", "blocks", "bias", "wide"):
-                    if dtype != "float32" or options == "causal":  # nor these for float32
+                for options in ("causal", "wide", "parted", "documents", "blocks", "bias"):
+                    if dtype != "float32" or options in ("causal", "wide"):  # nor the others for float32
                         yield Case(row.name, dtype, 0, options)
             else:
                 yield Case(row.name, dtype, 1, "causal")
@@ -100,7 +100,9 @@ def run(case: Case) -> None:
     dtype: Any = np.dtype(ml_dtypes.bfloat16 if case.dtype == "bfloat16" else case.dtype)
     bits = f"u{dtype.itemsize}"
     rng = np.random.default_rng(0)
-    seq_q, seq_k, dim = {"bias": (72, 136, 64), "wide": (200, 133, 256)}.get(case.options, (70, 133, 40))
+    wide = 128 if case.dtype == "float32" else 256
+    sizes = {"bias": (72, 136, 64, 64), "wide": (200, 133, wide, wide), "parted": (200, 200, 192, 128)}
+    seq_q, seq_k, dim, dim_v = sizes.get(case.options, (70, 133, 40, 40))
 
     def array(*shape: int) -> Any:
         host = rng.standard_normal((*shape[:-1], shape[-1] + case.pitch)).astype(dtype)
@@ -123,11 +125,11 @@ def run(case: Case) -> None:
     if case.options == "packed":
         check_packed(case, array)
         return
-    q, dout = array(1, 4, seq_q, dim), array(1, 4, seq_q, dim)
-    k, v = array(1, 2, seq_k, dim), array(1, 2, seq_k, dim)
+    q, dout = array(1, 4, seq_q, dim), array(1, 4, seq_q, dim_v)
+    k, v = array(1, 2, seq_k, dim), array(1, 2, seq_k, dim_v)
     real = np.float64 if case.dtype == "float64" else np.float32
     known = {"plain": {}, "causal": {"causal": True}, "turns": {"causal": True}, "statistics": {"causal": True}}
-    known |= {"tangents": {"causal": True, "softcap": 3.0}, "wide": {"causal": True}}
+    known |= {"tangents": {"causal": True, "softcap": 3.0}, "wide": {"causal": True}, "parted": {"causal": True}}
     known |= {"bias": {"bias": array(4, seq_q, seq_k)}}
     hiding = (
         cuflash.Documents(*(cupy.asarray(np.arange(n, dtype=np.int32) // 50) for n in (seq_q, seq_k))),
@@ -169,9 +171,9 @@ def run(case: Case) -> None:
     elif forward_only:
         found = {"out": out}
     else:
-        turns = case.options == "turns"
-        gradients = cuflash.attention_backward(dout, q, k, v, out, lse, deterministic=turns, **options)
-        found = {"out": out, **gradients._asdict()}
+        for turns in {"turns": (True,), "parted": (False, True)}.get(case.options, (False,)):
+            gradients = cuflash.attention_backward(dout, q, k, v, out, lse, deterministic=turns, **options)
+            found |= {"out": out, **gradients._asdict()}
     cupy.cuda.Device().synchronize()
     check_finite(case, found)
 
