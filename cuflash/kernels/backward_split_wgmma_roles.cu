@@ -1,5 +1,5 @@
-// Backward of float32 on Hopper's tensor cores by wgmma (sm_90a) for head sizes above 64: numbers as two planes of float16
-// (attention/planes.cuh, hw/gemm_split_wgmma.cuh).
+// Backward of float32 on Hopper's tensor cores by wgmma (sm_90a) for head sizes above 64, and for scores with slopes: numbers as
+// two planes of float16 (attention/planes.cuh, hw/gemm_split_wgmma.cuh).
 //
 // Job: one block owns 64 keys of one (batch entry, key head) and walks over the query tiles that see them, for every query head of
 // the group in turn.  dK, dV and what a step adds to them are together more than a warpgroup's registers, so three consumers share
@@ -9,7 +9,7 @@
 //   queries   dQ = dS K, which it adds to float32 sums in global memory
 // The first two compute the same 64 x 64 elements in the same threads, so that P goes from one to the other as float32 through
 // shared memory, each thread's own.  dS is written there as planes for the third.  What one of them does beside products runs
-// under those of the others; additions to dQ take most of a step.
+// under those of the others; additions to dQ are what is not hidden yet.
 // S and dP are sums of low and of high parts side by side.  The other products, which have half of their columns each, are first the
 // sum of their low parts, then, at its scale, that of the high ones, and begin anew in every step; while one half is waited for,
 // the other is under way.

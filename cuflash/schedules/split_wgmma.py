@@ -1,9 +1,9 @@
 """Host side of float32 on Hopper's warpgroup products, as planes of float16 fed through tensor maps.
 
-Two planes of each number are multiplied by forward_split_wgmma.cu and backward_split_wgmma.cu.  One plane, where TF32 was asked
-for, is an array of float16 whose heads have scales: forward_wgmma.cu and backward_wgmma.cu multiply it like any other, and write
-float32.  The kernels before them, and those behind that have the heads which planes do not stand for, are those of
-schedules/split.py.
+Two planes of each number are multiplied by forward_split_wgmma.cu, backward_split_wgmma.cu and backward_split_wgmma_roles.cu.
+One plane, where TF32 was asked for, is an array of float16 whose heads have scales: forward_wgmma.cu and backward_wgmma.cu
+multiply it like any other, and write float32.  The kernels before them, and those behind that have the heads which planes do not
+stand for, are those of schedules/split.py.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class BackwardSplitWgmma:
 
 @dataclass(frozen=True)
 class BackwardSplitRoles(BackwardSplitWgmma):
-    """Constants of backward_split_wgmma_roles.cu: 64 keys, one warpgroup for dV and one for dK."""
+    """Constants of backward_split_wgmma_roles.cu: 64 keys, a warpgroup each for dV, dK and dQ."""
 
     kernel = "backward_split_wgmma_roles"
     threads = 4 * GROUP_THREADS
