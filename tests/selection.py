@@ -46,7 +46,8 @@ def shown(item: pytest.Item) -> set[Hashable]:
 def compiled(item: pytest.Item) -> set[Hashable]:
     """What a kernel of the matrix has of its own: its tile with every flag, its dtype, its options, the architecture."""
     arch, variant = parameters(item)["arch"], parameters(item)["variant"]
-    traits = (arch, str(variant.config), variant.dtype, variant.out_dtype, *variant.modifiers, variant.modifiers)
+    dtypes = variant.dtype, variant.out_dtype
+    traits = (arch, str(variant.config), dtypes, *variant.modifiers, variant.modifiers)
     return {(variant.kernel, trait) for trait in traits}
 
 
