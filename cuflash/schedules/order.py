@@ -10,8 +10,12 @@ from cuflash.variant import ITEMSIZE
 CACHE_BYTES = 60 << 20  # second-level cache of a device that does not tell
 SUM_BYTES = 4  # an element of dq while it is summed; twice that for float64
 # Fifths of the cache that what is read may take.  H200, 2026-11-30, bf16, causal forward, medians of three, with 3 and with 6:
-# d 256 S 16384 662 and 671 TFLOP/s, d 192 with values of 128, S 8192 607 and 645, d 128 S 16384 676 and 684, S 8192 660 and 673
-FORWARD_SHARE, BACKWARD_SHARE = 6, 3
+# d 256 S 16384 662 and 671 TFLOP/s, d 192 with values of 128, S 8192 607 and 645, d 128 S 16384 676 and 684, S 8192 660 and 673;
+# d 128 S 1024 446 and 379, d 64 367 and 347 (two runs; FlashAttention-3 441 and 424, 278 and 279)
+FORWARD_SHARE, SHARE = 6, 3
+SHORT_KEYS = (
+    2048  # up to which a forward takes the lesser share: short tiles of all heads at once leave little to multiply
+)
 EVEN_SECTION = 16  # heads at once where all tiles take the same time: more give nothing
 TURNS_SECTION = 16  # heads at once, at least, where blocks add in turns
 
@@ -32,7 +36,8 @@ def section(problem: Problem, cache_bytes: int, *, backward: bool = False, turns
     width = (problem.head_dim + problem.head_dim_v) * itemsize
     sums = problem.head_dim * max(itemsize, SUM_BYTES)  # of a row of dq
     group_bytes = seq_q * (width + sums) * problem.group if backward else seq_k * width
-    share = BACKWARD_SHARE if backward else FORWARD_SHARE
+    short = seq_k <= SHORT_KEYS and not packed  # packed lists have an order of their own
+    share = SHARE if backward or short else FORWARD_SHARE
     fitting = max(1, (cache_bytes or CACHE_BYTES) * share // 5 // max(1, group_bytes))
     if not backward:
         fitting *= problem.group
