@@ -247,7 +247,7 @@ def test_what_is_refused():
     call, _, _ = Case("wide", head_dim=136).call()
     with pytest.raises(UnsupportedError, match="no tile of float32 by wgmma has room; backend='mma' takes it"):
         kernels.forward(call, hopper(), requested="wgmma")
-    call, dout, dlse = Case("backward", head_dim=65).call()
-    out, lse = kernels.forward(call, hopper(), requested="wgmma")
+    call, dout, dlse = Case("backward", head_dim=136).call()
+    out, lse = kernels.forward(call, hopper(), requested="mma")
     with pytest.raises(UnsupportedError, match="wgmma: its backward of float32 takes heads of"):
         kernels.backward(call, out, lse, dout, dlse, hopper(), requested="wgmma")
