@@ -40,7 +40,7 @@ struct SharedStorage {
   QueryPlanes q[Config::kStages];
   DoutPlanes dout[Config::kStages];
   GradientTile ds[kPlanes];
-  float4 p[ScoreFragment::kSize / 4][kWarpgroupThreads];  // each thread's own
+  HandedOver<ScoreFragment::kSize> p;
   InputChannels channels;
   Channel<1> probabilities, gradients;
 };
@@ -92,10 +92,7 @@ struct Values : Kind {
     release_by_warp(near_channel(), cursor.slot);
     weights.pack(s, 1.f);
     p_cursor.wait_empty(shared.probabilities);
-#pragma unroll
-    for (int j = 0; j < ScoreFragment::kSize; j += 4)
-      shared.p[j / 4][thread()] =
-          make_float4(s[j] * slopes[j], s[j + 1] * slopes[j + 1], s[j + 2] * slopes[j + 2], s[j + 3] * slopes[j + 3]);
+    shared.p.store([&] { return thread(); }, [&](int i) { return s[i] * slopes[i]; });
     arrive_by_warp(p_cursor.full(shared.probabilities));
     p_cursor.advance();
   }
@@ -120,14 +117,7 @@ struct Keys : Kind {
     cursor.wait_full(far_channel());  // brings the statistics
     p_cursor.wait_full(shared.probabilities);
     Scores s;
-#pragma unroll
-    for (int j = 0; j < ScoreFragment::kSize; j += 4) {
-      const float4 part = shared.p[j / 4][thread()];
-      s[j] = part.x;
-      s[j + 1] = part.y;
-      s[j + 2] = part.z;
-      s[j + 3] = part.w;
-    }
+    shared.p.load<0>([&] { return thread(); }, s);
     score_gradients_of(s, dp, fragment(), statistics(), in_units(p, shared.channels));
     release_by_warp(shared.probabilities, 0);
     p_cursor.advance();

@@ -231,6 +231,30 @@ __device__ __forceinline__ void keep_turns(const Params& p, TurnChannels<kSharer
   }
 }
 
+// ---- what one warpgroup hands over to another: float32 numbers of each thread, for that of the same place ----------------
+template <int kSize> struct HandedOver {
+  float4 own[kSize / 4][kWarpgroupThreads];
+
+  // `number(i)` is the i-th, `thread()` the place.
+  template <class Thread, class Number> __device__ __forceinline__ void store(Thread thread, Number number) {
+#pragma unroll
+    for (int i = 0; i < kSize; i += 4)
+      own[i / 4][thread()] = make_float4(number(i), number(i + 1), number(i + 2), number(i + 3));
+  }
+  // From the `kFirst`-th on.
+  template <int kFirst, int kCount, class Thread>
+  __device__ __forceinline__ void load(Thread thread, float (&x)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const float4 part = own[(kFirst + i) / 4][thread()];
+      x[i] = part.x;
+      x[i + 1] = part.y;
+      x[i + 2] = part.z;
+      x[i + 3] = part.w;
+    }
+  }
+};
+
 // ---- consumers ------------------------------------------------------------------------------------------------------
 // Where a consumer is in the walk: it counts, or where it is told, looks up what the producer told of the slot at hand, which costs
 // less than registers do.

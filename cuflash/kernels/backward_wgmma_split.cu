@@ -50,7 +50,7 @@ __device__ constexpr int place_before(int place) { return place == 0 ? kDqPanels
 struct SharedStorage : BiasTiles {
   InputTiles in;
   GradientTile ds[2];
-  float4 p[ScoreFragment::kSize / 4][kWarpgroupThreads];          // each thread's own
+  HandedOver<ScoreFragment::kSize> p;
   alignas(128) float dq[Config::kLeavesDq ? DqPanel::kSize : 4];  // a panel on its way to the sums
   InputChannels channels;
   Channel<1> probabilities;
@@ -109,6 +109,12 @@ template <int kGroup> struct Consumer {
     add_panels(dq, of, tile);
     shared.turns.leave(of, kSharer);
     release_by_warp(shared.gradients, of.slot);
+  }
+  // What is queued for the next step: no product may be under way where the loop turns.
+  __device__ __forceinline__ void settle(Scores& next) const {
+    if constexpr (!Config::kDqApart) return;  // dQ has waited for it
+    wgmma_wait_group<0>();
+    pin(next);
   }
   // Two parts of the keys: a panel of the step before the one at hand.  Where blocks add as they come, it leaves through shared
   // memory, so that no warp stands still until its additions have been taken: the middle one, then the first, then the last.
@@ -169,10 +175,7 @@ struct ValueConsumer : Consumer<0> {
     probabilities_of(s, s_at, shared.channels.statistics[cursor.slot], p);
     probabilities.pack<Element>(s);
     p_cursor.wait_empty(shared.probabilities);
-#pragma unroll
-    for (int j = 0; j < ScoreFragment::kSize; j += 4)
-      shared.p[j / 4][thread()] =
-          make_float4(s[j] * slopes[j], s[j + 1] * slopes[j + 1], s[j + 2] * slopes[j + 2], s[j + 3] * slopes[j + 3]);
+    shared.p.store([&] { return thread(); }, [&](int i) { return s[i] * slopes[i]; });
     arrive_by_warp(p_cursor.full(shared.probabilities));
     p_cursor.advance();
   }
@@ -208,10 +211,7 @@ struct ValueConsumer : Consumer<0> {
       pin(probabilities);
       release_by_warp(shared.channels.douts, now.slot);
       if (before >= 0) add_dq(now.previous(), before);
-      if constexpr (Config::kDqApart) {  // else dQ has waited: no product may be under way where the loop turns
-        wgmma_wait_group<0>();
-        pin(s);
-      }
+      settle(s);
       before = tile;
     }
     add_dq(cursor.previous(), before);
@@ -289,7 +289,7 @@ struct KeyConsumer : Consumer<1> {
     cursor.wait_full(shared.channels.queries);  // brings the statistics
     p_cursor.wait_full(shared.probabilities);
     Scores s;
-    load_probabilities<0>(s);
+    shared.p.load<0>([&] { return thread(); }, s);
     score_gradients_of(s, dp, s_at, shared.channels.statistics[cursor.slot], p);
     release_by_warp(shared.probabilities, p_cursor.slot);
     p_cursor.advance();
@@ -311,17 +311,6 @@ struct KeyConsumer : Consumer<1> {
       arrive_by_warp(cursor.full(shared.gradients));
     }
   }
-  // From the `kFirst`-th on.
-  template <int kFirst, int kSize> __device__ __forceinline__ void load_probabilities(float (&s)[kSize]) const {
-#pragma unroll
-    for (int j = 0; j < kSize; j += 4) {
-      const float4 own = shared.p[(kFirst + j) / 4][thread()];
-      s[j] = own.x;
-      s[j + 1] = own.y;
-      s[j + 2] = own.z;
-      s[j + 3] = own.w;
-    }
-  }
   // dS of one part of the keys, some queries after the other, so that few of them are in registers at a time.
   template <int kFirst = 0> __device__ __forceinline__ void form_pieces(const Scores& dp, int part) {
     constexpr int kPiece = 16;  // queries
@@ -341,7 +330,7 @@ struct KeyConsumer : Consumer<1> {
       float s[Piece::kSize], own_dp[Piece::kSize];
 #pragma unroll
       for (int j = 0; j < Piece::kSize; ++j) own_dp[j] = dp[kFirst + j];
-      load_probabilities<kFirst>(s);
+      shared.p.load<kFirst>([&] { return this->thread(); }, s);
       score_gradients_of(s, own_dp, Piece(0, kColumn, thread), shared.channels.statistics[cursor.slot], p);
       RegisterOperand<kPiece / 16> gradients;
       gradients.template pack<Element>(s);
@@ -380,10 +369,7 @@ struct KeyConsumer : Consumer<1> {
       pin(gradients);
       release_by_warp(shared.channels.queries, now.slot);
       add_dq(now, tile);
-      if constexpr (Config::kDqApart) {
-        wgmma_wait_group<0>();
-        pin(dp);
-      }
+      settle(dp);
     }
   }
   // Two parts of the keys.  A panel of dQ of the step before is queued behind each part's dS, in front of dK, and added under it.  dK
