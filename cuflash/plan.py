@@ -320,16 +320,17 @@ def plan_backward(
     delta = replace(delta, bias_apart=apart)
     padded = delta.rows_padded(problem)
     lines = problem.batch_size * problem.heads_q * padded
-    counters = 0
+    counters = heads_in_turns = 0
     # Else it is made of the blocks of dbias, or of scores of its own.
     sums_dq = not (getattr(main, "returns_bias", False) or getattr(main, "dq_apart", False))
-    if deterministic and lines and not sums_dq:
-        main = replace(main, sum_digits=words_of_sums(problem, at))
-        delta = replace(delta, sum_digits=main.sum_digits)
-    elif deterministic and lines:  # without a query nothing is summed
-        main = schedule.in_turns(main, words_of_sums(problem, at))
-        delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks, sum_digits=main.sum_digits)
-        counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
+    if deterministic and lines:  # without a query nothing is summed
+        words = words_of_sums(problem, at)
+        main = schedule.in_turns(main, words) if sums_dq else replace(main, sum_digits=words)
+        delta = replace(delta, sum_digits=words)
+        if sums_dq:
+            delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks)
+            counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
+            heads_in_turns = schedule.turns_section(problem, main)
     if getattr(main, "persistent", False):
         delta, counters = replace(delta, counts=True), 1
     convert = schedule.convert(problem, main)
@@ -357,14 +358,11 @@ def plan_backward(
     ahead, ahead_bytes, ahead_places = looking_ahead(problem, names, "backward")
     planned = checked(*ahead, *steps)
     variant = variant_of(problem, names, main)
-    turns = 0
-    if counters:
-        turns = wgmma.turns_section(problem, main) if schedule is wgmma else order.TURNS_SECTION
     values = {
         **common_values(problem, apart),
         "rows_padded": padded,
         "dq_width": main.dq_width,
-        "section": order.section(problem, device.cache_bytes, backward=True, turns=turns),
+        "section": order.section(problem, device.cache_bytes, backward=True, turns=heads_in_turns),
         **{f"{name}_vectors": vectors(at[name], axes) for name in ("dq", "dk", "dv")},
         **of_segments,
     }

@@ -10,6 +10,7 @@ from cuflash.modifiers import Modifier, Written
 from cuflash.problem import NARROW, Problem
 from cuflash.schedules.base import MMA, key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.base import in_turns as in_turns
+from cuflash.schedules.order import turns_section as turns_section
 from cuflash.schedules.steps import steps_of_head
 
 STEP = 16  # depth of one mma.m16n8k16, and height of its rows

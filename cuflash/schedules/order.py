@@ -13,11 +13,14 @@ SUM_BYTES = 4  # an element of dq while it is summed; twice that for float64
 # d 256 S 16384 662 and 671 TFLOP/s, d 192 with values of 128, S 8192 607 and 645, d 128 S 16384 676 and 684, S 8192 660 and 673;
 # d 128 S 1024 446 and 379, d 64 367 and 347 (two runs; FlashAttention-3 441 and 424, 278 and 279)
 FORWARD_SHARE, SHARE = 6, 3
-SHORT_KEYS = (
-    2048  # up to which a forward takes the lesser share: short tiles of all heads at once leave little to multiply
-)
+SHORT_KEYS = 2048  # up to which a forward takes the lesser: short tiles of all heads at once leave little to multiply
 EVEN_SECTION = 16  # heads at once where all tiles take the same time: more give nothing
 TURNS_SECTION = 16  # heads at once, at least, where blocks add in turns
+
+
+def turns_section(problem: Problem, main: object) -> int:
+    """Heads at once, at least, where blocks of a backward add in turns, of every schedule that knows no better."""
+    return TURNS_SECTION
 
 
 def section(problem: Problem, cache_bytes: int, *, backward: bool = False, turns: int = 0) -> int:

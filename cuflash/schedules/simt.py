@@ -24,6 +24,7 @@ from cuflash.schedules import f64
 from cuflash.schedules.base import MMA, MULTIPLY_ADDS, key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.base import in_turns as in_turns
 from cuflash.schedules.f64 import BackwardF64
+from cuflash.schedules.order import turns_section as turns_section
 from cuflash.schedules.rows import BackwardConvertSimt
 
 ALL_BANKS = 128  # bytes that one pass over the banks of shared memory moves

@@ -19,6 +19,7 @@ from cuflash.problem import Problem
 from cuflash.schedules import mma, simt
 from cuflash.schedules.base import MMA, key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.base import in_turns as in_turns
+from cuflash.schedules.order import turns_section as turns_section
 from cuflash.schedules.rows import BackwardConvertSimt
 from cuflash.schedules.simt import BackwardSimt, ForwardSimt
 
