@@ -116,11 +116,10 @@ def test_as_exact_as_plain_float32(device: Device, name: str, head_dim: int) -> 
     check_exactness(device, "mma", name, head_dim)
 
 
-def check_exactness(device: Device, backend: str, name: str, head_dim: int) -> None:
+def check_exactness(device: Device, backend: str, name: str, head_dim: int, most: int = 2) -> None:
     """The error may be twice that of plain float32, and beside it a few units in the last place of the largest value.
 
-    It is mostly less (scripts/bench.py --suite inputs); that of a single number may be three times as large: 2.5 times in dv of
-    128 columns with scores times 30 on an H200.
+    It is mostly less; single numbers differ more (scripts/bench.py --suite inputs), up to `most` times.
     """
     arrays = with_dout(name, head_dim)
     split, plain = (errors(arrays, gradients(device, asked, arrays)) for asked in (backend, "simt"))
@@ -128,7 +127,7 @@ def check_exactness(device: Device, backend: str, name: str, head_dim: int) -> N
     for gradient in NAMES:
         (rms, largest), (plain_rms, plain_largest) = split[gradient], plain[gradient]
         assert (rms <= 2 * plain_rms + 4 * unit).all(), f"{gradient}: rms {rms}, plain {plain_rms}"
-        assert (largest <= 3 * plain_largest + 32 * unit).all(), f"{gradient}: {largest}, plain {plain_largest}"
+        assert (largest <= most * plain_largest + 32 * unit).all(), f"{gradient}: {largest}, plain {plain_largest}"
 
 
 def test_long_sums_are_not_truncated(device: Device) -> None:
