@@ -3,7 +3,7 @@
 from .build import BuildError, EmulatorError
 from .guards import GuardedArena, check_guards, guarded
 from .host import EmulatedKernel
-from .mutants import Findings, Mutant, examine, mutate
+from .mutants import Findings, Mutant, examine, must_be_noticed, mutate, sown
 
 __all__ = [
     "BuildError",
@@ -15,5 +15,7 @@ __all__ = [
     "check_guards",
     "examine",
     "guarded",
+    "must_be_noticed",
     "mutate",
+    "sown",
 ]

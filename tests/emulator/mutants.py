@@ -10,7 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from cuflash import source
+from cuflash.variant import Variant
+
 from .build import BuildError, EmulatorError
+
+Sources = Callable[[Variant], str]
 
 
 @dataclass(frozen=True)
@@ -80,3 +85,29 @@ def examine(mutant: Mutant, source: str, run: Callable[[str, int], None], seeds:
         else:
             marks += "."
     return Findings(mutant, marks, messages[0] if messages else "")
+
+
+def sown(old: str, new: str, kernel: str = "", count: int = 1) -> Sources:
+    """The sources of variants with a bug: those of one kernel, or of every kernel that has the text."""
+
+    def text(variant: Variant) -> str:
+        built = source.build(variant)
+        grows = variant.kernel == kernel if kernel else old in built
+        return mutate(built, old, new, count) if grows else built
+
+    return text
+
+
+def must_be_noticed(mutant: Mutant, run: Callable[[Sources, int], None], seeds: Iterable[int]) -> None:
+    """Fails unless a schedule shows the bug; `run` takes what builds the kernels of a call, and passes without the bug."""
+    first, *others = seeds
+    run(source.build, first)
+    text = sown(mutant.old, mutant.new, mutant.kernel, mutant.count)
+    for seed in (first, *others):
+        try:
+            run(text, seed)
+        except BuildError:
+            raise  # a mutant that does not compile tests nothing
+        except (AssertionError, EmulatorError):
+            return
+    raise AssertionError(f"nobody noticed that {mutant.description}")

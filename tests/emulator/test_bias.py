@@ -14,7 +14,7 @@ from cuflash.schedules import wgmma
 from tests.cases import Case
 from tests.emulator.build import EmulatorError
 from tests.emulator.kernels import check, check_call
-from tests.emulator.test_dropout import mutated
+from tests.emulator.mutants import sown
 from tests.emulator.test_mma import FORWARD, target_id
 from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
 from tests.emulator.test_simt import tile as simt_tile  # noqa: F401 (a fixture)
@@ -195,7 +195,7 @@ def test_bugs_are_found(bug: str) -> None:
     for pattern, window in product(("bhqk", "bh1k", "bhq1"), ((100, 60), None)):
         case = case_of(pattern, "bfloat16", 64, window=window, **options)
         try:
-            check(case, hopper(), [1, 4], requested="wgmma", text=mutated(*BUGS[bug]))
+            check(case, hopper(), [1, 4], requested="wgmma", text=sown(*BUGS[bug]))
         except (AssertionError, EmulatorError) as error:
             found.append(str(error))
             break

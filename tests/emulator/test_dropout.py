@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cuflash import Dropout, dropout_mask, problem, source
-from cuflash.variant import Variant
+from cuflash import Dropout, dropout_mask, problem
 from tests.cases import DROPOUT, DTYPES, STRIDES, Case
 from tests.emulator import kernels
 from tests.emulator.build import EmulatorError
 from tests.emulator.kernels import check
-from tests.emulator.mutants import mutate
+from tests.emulator.mutants import sown
 from tests.emulator.test_mma import TILES, target_id
 from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
 from tests.emulator.test_simt import tile as simt_tile  # noqa: F401 (a fixture)
@@ -120,14 +119,4 @@ def test_seeds_in_memory(target: tuple[int, str]) -> None:
 def test_bugs_are_found(old: str, new: str, dtype: str) -> None:
     """Each wrong line must show, or the tests above prove nothing."""
     with pytest.raises((AssertionError, EmulatorError)):
-        check(Case("bugs", dtype, **DROPOUT["dropout-causal"]), 80, (0,), text=mutated(old, new), deterministic=True)
-
-
-def mutated(old: str, new: str) -> Callable[[Variant], str]:
-    """The source of a variant with one line changed where it occurs."""
-
-    def text(variant: Variant) -> str:
-        built = source.build(variant)
-        return mutate(built, old, new) if old in built else built
-
-    return text
+        check(Case("bugs", dtype, **DROPOUT["dropout-causal"]), 80, (0,), text=sown(old, new), deterministic=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cuflash import problem, source, tuning
+from cuflash import problem, tuning
 from cuflash.tuning import ForwardTile
 from tests.cases import STRIDES, Case
 from tests.emulator import kernels
@@ -20,7 +20,7 @@ from tests.emulator.e4m3 import (
     widened_call,
 )
 from tests.emulator.kernels import SEEDS
-from tests.emulator.mutants import Mutant, mutate
+from tests.emulator.mutants import Mutant, sown
 from tests.emulator.test_wgmma import row_id
 from tests.tolerance import Expectation
 
@@ -205,9 +205,7 @@ def test_bug_is_noticed(tile, bug):
     call = problem.describe(*(made[name] for name in "qkv"), **made["options"])
     expectation = Expectation(replace_unseen(call))
 
-    def text(variant):
-        built = source.build(variant)
-        return mutate(built, bug.old, bug.new, bug.count) if variant.kernel == bug.kernel else built
+    text = sown(bug.old, bug.new, bug.kernel, bug.count)
 
     def run():
         for seed in SEEDS:

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash import plan, problem, reference, source, tuning
+from cuflash import plan, problem, reference, tuning
 from cuflash.backends import select
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import ScoreModifier
 from cuflash.problem import Call
-from cuflash.variant import Variant
 from tests.cases import DROPOUT, OPTIONS, STRIDES, Case
-from tests.emulator import Mutant, examine, kernels
+from tests.emulator import Mutant, kernels, must_be_noticed
 from tests.emulator.kernels import SEEDS
+from tests.emulator.mutants import Sources
 from tests.emulator.test_split import UNSUITED, decisions, scaled
 from tests.emulator.test_split_backward import (
     clear_rows,
@@ -254,22 +254,14 @@ def test_bug_is_noticed(kernel, name, old, new):
     call = problem.describe(*(made[n] for n in "qkv"), causal=True, scale=2.0**-12, precision="tf32")
     dout, expectation, want = made["dout"], Expectation(call, made["dout"]), reference.backward(call, made["dout"])
     out, lse = expectation.plain["out"], expectation.lse.astype(np.float32)
-    seen: list[Variant] = []
 
-    def run(text: str, seed: int) -> None:
-        def build(variant: Variant) -> str:
-            seen.append(variant)
-            return text if text and variant.kernel == kernel else source.build(variant)
-
-        found = kernels.backward(call, out, lse, dout, None, hopper(), seed, requested="wgmma", text=build)
+    def run(text: Sources, seed: int) -> None:
+        found = kernels.backward(call, out, lse, dout, None, hopper(), seed, requested="wgmma", text=text)
         for gradient in GRADIENTS:
             for entry in range(2):
                 judge(getattr(found, gradient)[entry], getattr(want, gradient)[entry], gradient)
 
-    run("", 0)
-    text = source.build(next(v for v in seen if v.kernel == kernel))
-    findings = examine(Mutant(kernel, name, old, new), text, run, (0, 1))
-    assert findings.noticed, findings
+    must_be_noticed(Mutant(kernel, name, old, new), run, (0, 1))
 
 
 # ---- choice ------------------------------------------------------------------------------------------------------------

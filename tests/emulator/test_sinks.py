@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cuflash import Sinks, problem, source
-from cuflash.variant import Variant
+from cuflash import Sinks, problem
 from tests.cases import SINKS, Case
 from tests.emulator import kernels
 from tests.emulator.build import EmulatorError
 from tests.emulator.kernels import check
-from tests.emulator.mutants import mutate
+from tests.emulator.mutants import sown
 from tests.emulator.test_mma import target_id
 from tests.emulator.test_mma import tile as mma_tile  # noqa: F401 (a fixture)
 from tests.emulator.test_simt import tile as simt_tile  # noqa: F401 (a fixture)
@@ -112,14 +110,4 @@ def test_bugs_are_found(old: str, new: str) -> None:
     """Each wrong line must show, or the tests above prove nothing."""
     case = Case("bugs", "float32", **SINKS["sinks-batch"])
     with pytest.raises((AssertionError, EmulatorError)):
-        check(case, 80, (0,), text=mutated(old, new))
-
-
-def mutated(old: str, new: str) -> Callable[[Variant], str]:
-    """The source of a variant with one line changed where it occurs."""
-
-    def text(variant: Variant) -> str:
-        built = source.build(variant)
-        return mutate(built, old, new) if old in built else built
-
-    return text
+        check(case, 80, (0,), text=sown(old, new))

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash import plan, problem, source
+from cuflash import plan, problem
 from cuflash.backends import select
 from cuflash.problem import Call
 from cuflash.schedules.split_wgmma import MAX_SPLIT, MAX_WHOLE
-from cuflash.variant import Variant
 from tests.cases import OPTIONS, STRIDES, Case
-from tests.emulator import Mutant, examine, kernels, test_split_backward
+from tests.emulator import Mutant, kernels, must_be_noticed, test_split_backward
 from tests.emulator.kernels import SEEDS
+from tests.emulator.mutants import Sources
 from tests.emulator.test_planes_wgmma import taken
 from tests.emulator.test_split_backward import (
     clear_rows,
@@ -138,7 +138,17 @@ def test_keys_beyond_the_length_are_not_read(head_dim):
 
 
 # ---- bugs that must be noticed -------------------------------------------------------------------------------------------
-#: beside those of barriers around dS: products are issued by whole warpgroups here, which are barriers themselves
+#: of what both kernels have
+BUGS_OF_BOTH = (
+    ("sums of low parts keep their scale", "c[i] *= 1.f / kLowScale;", "c[i] *= 2.f / kLowScale;"),
+    (
+        "keys that nobody has written meet a gradient of 0",
+        "    for (int plane = 0; plane < kPlanes; ++plane) {\n      clear_rows_outside",
+        "    for (int plane = 0; plane < 0; ++plane) {\n      clear_rows_outside",
+    ),
+    ("a step keeps the head of before", "place.head = at.head;", "place.head = work.place.head;"),
+)
+#: of backward_split_wgmma.cu, beside those of barriers around dS: products are issued by whole warpgroups here, which are barriers themselves
 BUGS = (
     (
         "dS is not fenced",
@@ -152,14 +162,7 @@ BUGS = (
     ),
     ("the low part of dS is forgotten", "own_ds.plane(1), keys.plane(0)", "own_ds.plane(0), keys.plane(0)"),
     ("the low part of K is forgotten", "own_ds.plane(0), keys.plane(1)", "own_ds.plane(0), keys.plane(0)"),
-    ("sums of low parts keep their scale", "c[i] *= 1.f / kLowScale;", "c[i] *= 2.f / kLowScale;"),
     ("dQ is of the other group's keys", "keys(shared.k, own_rows());", "keys(shared.k, 0);"),
-    (
-        "keys that nobody has written meet a gradient of 0",
-        "    for (int plane = 0; plane < kPlanes; ++plane) {\n      clear_rows_outside",
-        "    for (int plane = 0; plane < 0; ++plane) {\n      clear_rows_outside",
-    ),
-    ("a step keeps the head of before", "place.head = at.head;", "place.head = work.place.head;"),
 )
 
 
@@ -173,26 +176,19 @@ BUGS_OF_ROLES = (
     ("dO and Q are not handed back", "    release_by_warp(this->far_channel(), cursor.slot);\n", ""),
     ("the low part of K is forgotten", "keys.plane(1) + half * kNext", "keys.plane(0) + half * kNext"),
     ("low parts of keys meet nothing", "+ x.low[i]) * (1.f", ") * (1.f"),
-    ("sums of low parts keep their scale", "c[i] *= 1.f / kLowScale;", "c[i] *= 2.f / kLowScale;"),
     ("half of dQ is added to the other", "add(first, before, 0);", "add(first, before, 1);"),
     ("the last half of dQ is forgotten", "  if (before >= 0) add(second, before, 1);\n}", "}"),
     ("columns of a second panel are those of the first", "take(sums, rest, kFirst / 2);", "take(sums, rest);"),
-    (
-        "keys that nobody has written meet a gradient of 0",
-        "    for (int plane = 0; plane < kPlanes; ++plane) {\n      clear_rows_outside",
-        "    for (int plane = 0; plane < 0; ++plane) {\n      clear_rows_outside",
-    ),
-    ("a step keeps the head of before", "place.head = at.head;", "place.head = work.place.head;"),
 )
 
 
 @pytest.mark.parametrize(
     ("kernel", "head_dim", "bug"),
     [
-        *(pytest.param("backward_split_wgmma", 16, bug, id=bug[0].replace(" ", "_")) for bug in BUGS),
+        *(pytest.param("backward_split_wgmma", 16, bug, id=bug[0].replace(" ", "_")) for bug in (*BUGS, *BUGS_OF_BOTH)),
         *(
             pytest.param("backward_split_wgmma_roles", 72, bug, id=f"roles-{bug[0].replace(' ', '_')}")
-            for bug in BUGS_OF_ROLES
+            for bug in (*BUGS_OF_ROLES, *BUGS_OF_BOTH)
         ),
     ],
 )
@@ -204,20 +200,12 @@ def test_bug_is_noticed(kernel, head_dim, bug):
     call = problem.describe(*(made[n] for n in "qkv"), **made["options"])
     expectation, dout = Expectation(call, made["dout"]), made["dout"]
     out, lse = expectation.plain["out"], expectation.lse.astype(np.float32)
-    seen: list[Variant] = []
 
-    def run(text: str, seed: int) -> None:
-        def build(variant: Variant) -> str:
-            seen.append(variant)
-            return text if text and variant.kernel == kernel else source.build(variant)
-
-        found = kernels.backward(call, out, lse, dout, None, hopper(), seed, requested="wgmma", text=build)
+    def run(text: Sources, seed: int) -> None:
+        found = kernels.backward(call, out, lse, dout, None, hopper(), seed, requested="wgmma", text=text)
         expectation.check_backward(found)
 
-    run("", 0)
-    text = source.build(next(v for v in seen if v.kernel == kernel))
-    findings = examine(Mutant(kernel, *bug), text, run, SEEDS)
-    assert findings.noticed, findings
+    must_be_noticed(Mutant(kernel, *bug), run, SEEDS)
 
 
 # ---- choice ------------------------------------------------------------------------------------------------------------

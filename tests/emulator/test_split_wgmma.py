@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash import problem, source, tuning
+from cuflash import problem, tuning
 from cuflash.backends import select
 from cuflash.errors import UnsupportedError
 from cuflash.plan import places_of
 from cuflash.schedules.split_wgmma import MAX_SPLIT
-from cuflash.variant import Variant
 from tests.cases import DROPOUT, OPTIONS, SINKS, STRIDES, Case
-from tests.emulator import Mutant, examine, kernels, test_split
+from tests.emulator import Mutant, kernels, must_be_noticed, test_split
 from tests.emulator.kernels import SEEDS
+from tests.emulator.mutants import Sources
 from tests.emulator.test_split import SUITED, UNSUITED, scaled
 from tests.emulator.test_wgmma import edges, hopper
 from tests.tolerance import Expectation
@@ -209,19 +209,11 @@ def test_bug_is_noticed(tile, name, bug):
         made[name][1, :, 70:] = np.nan
     call = problem.describe(made["q"], made["k"], made["v"], **made["options"])
     kernel, expectation = "forward_split_wgmma", Expectation(call)
-    seen: list[Variant] = []
 
-    def run(text: str, seed: int) -> None:
-        def build(variant: Variant) -> str:
-            seen.append(variant)
-            return text if text and variant.kernel == kernel else source.build(variant)
+    def run(text: Sources, seed: int) -> None:
+        expectation.check_forward(*kernels.forward(call, hopper(), seed, requested="wgmma", text=text))
 
-        expectation.check_forward(*kernels.forward(call, hopper(), seed, requested="wgmma", text=build))
-
-    run("", 0)
-    text = source.build(next(v for v in seen if v.kernel == kernel))
-    findings = examine(Mutant(kernel, *bug), text, run, SEEDS)
-    assert findings.noticed, findings
+    must_be_noticed(Mutant(kernel, *bug), run, SEEDS)
 
 
 # ---- choice ------------------------------------------------------------------------------------------------------------

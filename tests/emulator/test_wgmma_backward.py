@@ -11,18 +11,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cuflash import plan, problem, source
-from cuflash.backends import described_device
+from cuflash import plan, problem
+from cuflash.backends import Device, described_device
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import KeyLengths
+from cuflash.plan import Plan
 from cuflash.schedules.wgmma import BackwardWgmma, BackwardWgmmaSplit, turns_section
-from cuflash.variant import Variant
 from tests import cases
 from tests.cases import OPTIONS, Case
 from tests.emulator import kernels
 from tests.emulator.build import EmulatorError
 from tests.emulator.kernels import SEEDS
-from tests.emulator.mutants import mutate
+from tests.emulator.mutants import Mutant, Sources, must_be_noticed, sown
 from tests.tolerance import Expectation
 
 HOPPER = described_device(90)
@@ -55,13 +55,31 @@ def check_call(call: problem.Call, dout, dlse, seeds: Iterable[int] = SEEDS, dev
         expectation.check_backward(gradients)
 
 
+def check_bug(mutant: Mutant, case: Case, device: Device = HOPPER) -> None:
+    """Some order of the kernels' steps must show it."""
+    call, dout, dlse = case.call()
+    out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
+    expectation = Expectation(call, dout, dlse)
+
+    def run(text: Sources, seed: int) -> None:
+        given = (call, out, lse, dout, dlse, device, seed)
+        expectation.check_backward(kernels.backward(*given, requested="wgmma", text=text))
+
+    must_be_noticed(mutant, run, MANY_SEEDS)
+
+
+def plan_of(case: Case, **options) -> Plan:
+    """The backward of a case."""
+    call, dout, dlse = case.call()
+    out, lse = np.zeros(call.problem.out_shape, dout.dtype), np.zeros(call.problem.lse_shape, np.float32)
+    arrays = plan.backward_arrays(call, out=out, lse=lse, dout=dout, dlse=dlse, dq=call.q, dk=call.k, dv=call.v)
+    places = plan.places_of(call.problem, arrays)
+    return plan.plan_backward.__wrapped__(call.problem, HOPPER, places, requested="wgmma", **options)
+
+
 def config_of(case: Case) -> BackwardWgmma:
     """Constants of the main kernel of a case."""
-    call, dout, _ = case.call()
-    out, lse = np.zeros(call.problem.out_shape, dout.dtype), np.zeros(call.problem.lse_shape, np.float32)
-    arrays = plan.backward_arrays(call, out=out, lse=lse, dout=dout, dq=call.q, dk=call.k, dv=call.v)
-    places = plan.places_of(call.problem, arrays)
-    return plan.plan_backward.__wrapped__(call.problem, HOPPER, places, False, "wgmma").main.config
+    return plan_of(case).main.config
 
 
 def test_forms():
@@ -226,14 +244,10 @@ def test_bug_of_turns_is_noticed(bug):
     out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
     found = set()
 
-    def text(variant: Variant) -> str:
-        whole = source.build(variant)
-        return mutate(whole, old, new) if variant.kernel == config.kernel else whole
-
+    options = {"requested": "wgmma", "deterministic": True, "residents": 5, "text": sown(old, new, config.kernel)}
     for seed in MANY_SEEDS:
-        options = {"requested": "wgmma", "deterministic": True, "residents": 5}
         try:
-            gradients = kernels.backward(call, out, lse, dout, dlse, HOPPER, seed, text=text, **options)
+            gradients = kernels.backward(call, out, lse, dout, dlse, HOPPER, seed, **options)
         except EmulatorError:
             return
         found.add(b"".join(x.tobytes() for x in gradients))
@@ -293,25 +307,7 @@ BUGS = [
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug[0]}-{bug[1]}".replace(" ", "_"))
 def test_bug_is_noticed(bug):
-    form, description, old, new = bug
-    kernel = config_of(of(form)).kernel
+    form, *sown_bug = bug
     case = of(form, batch=(), heads_q=4, heads_k=2, seq_q=330, seq_k=150)
-    call, dout, dlse = case.call()
     device = replace(HOPPER, multiprocessors=1)  # blocks that stay take all tiles
-    out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
-    expectation = Expectation(call, dout, dlse)
-
-    def text(variant: Variant) -> str:
-        whole = source.build(variant)
-        return mutate(whole, old, new) if variant.kernel == kernel else whole
-
-    def run(**options) -> None:
-        expectation.check_backward(kernels.backward(call, out, lse, dout, dlse, device, requested="wgmma", **options))
-
-    run(seed=1)  # the control: the kernel without the bug passes
-    for seed in MANY_SEEDS:
-        try:
-            run(seed=seed, text=text)
-        except (AssertionError, EmulatorError):
-            return
-    pytest.fail(f"nobody noticed that {description}")
+    check_bug(Mutant(config_of(of(form)).kernel, *sown_bug), case, device)

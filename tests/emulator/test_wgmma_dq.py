@@ -1,22 +1,17 @@
 """dQ of wide heads by blocks that own queries, in the emulator: the edges of its tiles, options, equal bits, and bugs that must show."""
 
-from collections.abc import Iterable
-
 import numpy as np
 import pytest
 
-from cuflash import plan, problem, source
-from cuflash.backends import described_device
+from cuflash import problem
 from cuflash.modifiers import KeyLengths
-from cuflash.variant import Variant
 from tests import cases
 from tests.cases import Case
 from tests.emulator import kernels
-from tests.emulator.build import EmulatorError
-from tests.emulator.mutants import mutate
+from tests.emulator.mutants import Mutant
+from tests.emulator.test_wgmma_backward import HOPPER, check, check_bug, plan_of
 from tests.tolerance import Expectation
 
-HOPPER = described_device(90)
 HEAD_DIM = 200  # the last step of 16 has columns of no element
 
 
@@ -24,26 +19,9 @@ def of(**fields) -> Case:
     return Case("", **{"dtype": "bfloat16", "batch": (), "head_dim": HEAD_DIM, **fields})
 
 
-def steps_of(case: Case, **options) -> list:
-    call, dout, dlse = case.call()
-    out, lse = np.zeros(call.problem.out_shape, dout.dtype), np.zeros(call.problem.lse_shape, np.float32)
-    arrays = plan.backward_arrays(call, out=out, lse=lse, dout=dout, dlse=dlse, dq=call.q, dk=call.k, dv=call.v)
-    places = plan.places_of(call.problem, arrays)
-    return plan.plan_backward.__wrapped__(call.problem, HOPPER, places, requested="wgmma", **options)
-
-
-def check(case: Case, seeds: Iterable[int], **options) -> None:
-    call, dout, dlse = case.call()
-    expectation = Expectation(call, dout, dlse)
-    out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
-    for seed in seeds:
-        gradients = kernels.backward(call, out, lse, dout, dlse, HOPPER, seed, requested="wgmma", **options)
-        expectation.check_backward(gradients)
-
-
 # ---- which calls it takes ----------------------------------------------------------------------------------------------
 def kernels_of(case: Case, **options) -> list[str]:
-    return [step.variant.kernel for step in steps_of(case, **options).steps]
+    return [step.variant.kernel for step in plan_of(case, **options).steps]
 
 
 def test_which_calls_it_takes():
@@ -67,10 +45,10 @@ def test_which_calls_it_takes():
 
 def test_nothing_is_summed_in_memory():
     for deterministic in (False, True):
-        made = steps_of(of(), deterministic=deterministic)
+        made = plan_of(of(), deterministic=deterministic)
         assert set(made.workspace()) == {"statistics"}
         assert [getattr(step.config, "deterministic", False) for step in made.steps] == [False] * 3
-    assert set(steps_of(of(documents="packed"), deterministic=True).workspace()) >= {"statistics", "dq_sum", "turns"}
+    assert set(plan_of(of(documents="packed"), deterministic=True).workspace()) >= {"statistics", "dq_sum", "turns"}
 
 
 # ---- lengths and options -----------------------------------------------------------------------------------------------
@@ -155,22 +133,4 @@ BUGS = [
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug[0].replace(" ", "_"))
 def test_bug_is_noticed(bug):
-    description, old, new = bug
-    call, dout, dlse = of(heads_q=2, heads_k=1, seq_q=200, seq_k=250, causal=True).call()
-    out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
-    expectation = Expectation(call, dout, dlse)
-
-    def text(variant: Variant) -> str:
-        whole = source.build(variant)
-        return mutate(whole, old, new) if variant.kernel == "backward_wgmma_dq" else whole
-
-    def run(**options) -> None:
-        expectation.check_backward(kernels.backward(call, out, lse, dout, dlse, HOPPER, requested="wgmma", **options))
-
-    run(seed=1)  # the control: the kernel without the bug passes
-    for seed in range(12):
-        try:
-            run(seed=seed, text=text)
-        except (AssertionError, EmulatorError):
-            return
-    pytest.fail(f"nobody noticed that {description}")
+    check_bug(Mutant("backward_wgmma_dq", *bug), of(heads_q=2, heads_k=1, seq_q=200, seq_k=250, causal=True))
