@@ -8,7 +8,8 @@ the sanitizer's own words for whatever failed; a line for each process goes to s
 if anything failed.
 
 racecheck does not follow a __syncwarp in front of an arrival at an mbarrier, so under it all lanes of a warp arrive in place
-of one (hw/copy_tma.cuh); nor does it follow barriers that only a part of a block meets at, of which backward_f64.cu has some.
+of one (hw/copy_tma.cuh); nor does it follow barriers that only a part of a block meets at or waits at, so under it the halves
+of a block of backward_f64.cu meet as a whole wherever one of them does (AS_FOLLOWED).
 synccheck takes two warpgroups that meet at a named barrier from two places of the code for divergent ones, as those of
 backward_wgmma_split.cu do; so it says of a kernel of ten lines that does nothing else.
 """
@@ -77,14 +78,43 @@ def cases() -> Iterator[Case]:
             yield Case(backend, dtype, pitch, "decode")
 
 
-def let_all_lanes_arrive() -> None:
+# What racecheck does not follow, and what takes its place under it: no less is written or read, no more of it ordered than a
+# barrier of all orders.  Both halves of backward_f64.cu meet in the order of the half that has scores.
+AS_FOLLOWED = {
+    "hw/copy_tma.cuh": (("kArrivingLanes = 1;", "kArrivingLanes = 32;"),),
+    "backward_f64.cu": (
+        ("if (before >= 0) bar_sync(kPRead, Config::kThreads);", "if (before >= 0) __syncthreads();\n__syncthreads();"),
+        ("bar_arrive(kPWritten, Config::kThreads);", "__syncthreads();"),
+        ("bar_sync(kDpWritten, Config::kThreads);", "__syncthreads();"),
+        ("[] { bar_arrive(kDsWritten, Config::kThreads); }", "[] { __syncthreads(); }"),
+        ("bar_sync(kFirstHalf, kHalfThreads);", "__syncthreads();"),
+        (
+            "if (before >= 0) bar_sync(kDsWritten, Config::kThreads);",
+            "if (before >= 0) {\n__syncthreads();\n__syncthreads();\nif (steps > 0) __syncthreads();\n}",
+        ),
+        ("bar_sync(kSecondHalf, kHalfThreads);  // dO has arrived", "__syncthreads();  // dO has arrived"),
+        ("bar_arrive(kDpWritten, Config::kThreads);", "__syncthreads();"),
+        ("bar_sync(kPWritten, Config::kThreads);", "__syncthreads();"),
+        ("if (next_steps > 0) bar_arrive(kPRead, Config::kThreads);", ""),
+    ),
+}
+
+
+def as_followed(path: str, text: str) -> str:
+    """Source of a file below kernels/ as racecheck follows it."""
+    for old, new in AS_FOLLOWED.get(path, ()):
+        if text.count(old) != 1:
+            raise SystemExit(f"{path} no longer says {old!r} once")
+        text = text.replace(old, new)
+    return text
+
+
+def build_as_followed() -> None:
     """Build the kernels of this process so."""
     from cuflash import source
 
-    one, all_lanes, read = "kArrivingLanes = 1;", "kArrivingLanes = 32;", source.read
-    if read("hw/copy_tma.cuh").count(one) != 1:
-        raise SystemExit(f"hw/copy_tma.cuh no longer says {one!r} once")
-    source.read = lambda path: read(path).replace(one, all_lanes)
+    read = source.read
+    source.read = lambda path: as_followed(path, read(path))
 
 
 def run(case: Case) -> None:
@@ -225,7 +255,7 @@ def sanitizer() -> str:
 
 def command(case: Case, tool: str = "") -> list[str]:
     words = [sys.executable, str(Path(__file__).resolve()), "--case", case.name]
-    return [*words, "--all-lanes"] if tool == "racecheck" else words
+    return [*words, "--as-followed"] if tool == "racecheck" else words
 
 
 @dataclass(frozen=True)
@@ -287,7 +317,7 @@ def main() -> int:
     """Parse the arguments, then run one case or all of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", help="run this case and nothing else, without the sanitizer")
-    parser.add_argument("--all-lanes", action="store_true", help="as racecheck wants it: every lane of a warp arrives")
+    parser.add_argument("--as-followed", action="store_true", help="build kernels as racecheck follows them")
     parser.add_argument("--only", default="", help="leave out the cases whose name does not contain this text")
     parser.add_argument("--initcheck", action="store_true", help="look for reads of memory that nobody wrote, too")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes at a time")
@@ -296,8 +326,8 @@ def main() -> int:
     if arguments.case:
         if arguments.case not in known:
             parser.error(f"--case {arguments.case}: must be one of {', '.join(known)}")
-        if arguments.all_lanes:
-            let_all_lanes_arrive()
+        if arguments.as_followed:
+            build_as_followed()
         run(known[arguments.case])
         return 0
     chosen = [case for name, case in known.items() if arguments.only in name]
