@@ -168,7 +168,19 @@ def notes_on(plan: Plan, has_floor: bool) -> Iterator[str]:
     if any(getattr(step.config, "rest", False) for step in plan.steps):
         yield "heads that float16 planes do not stand for are left to the last kernel; the device decides"
     if problem.is_packed:
-        yield "all sequences have this tile, whatever their lengths, and the grid has room for any of them"
+        yield from notes_on_sequences(plan)
     hiding = [m.title for m in problem.modifiers if m.kind == "mask"]
     if hiding and has_floor:
         yield f"the floor counts the pairs that {', '.join(hiding)} hides as if they were visible"
+
+
+def notes_on_sequences(plan: Plan) -> Iterator[str]:
+    """Which packed sequences the tile is for."""
+    configs: list[Any] = [step.config for step in plan.steps]
+    most = next((config.most_keys for config in configs if getattr(config, "long_tile", 0)), 0)
+    if not most:
+        yield "all sequences have this tile, whatever their lengths, and the grid has room for any of them"
+        return
+    _, short = (config for config in configs if config.kernel == plan.main.config.kernel)
+    others = f"{short.block_q} queries x {short.block_k} keys"
+    yield f"sequences of more than {most} keys have this tile, others {others}; the grid has room for any of them"

@@ -167,6 +167,23 @@ def test_every_main_kernel_tells_its_method() -> None:
     assert found >= 11
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences_of_two_tiles_are_told_apart(head_dim: int) -> None:
+    def explained(*lengths: int) -> explanation.Explanation:
+        call = Pack(lengths, dtype="bfloat16", head_dim=head_dim, causal=True).call()[0]
+        places = plan.places_of(call.problem, plan.forward_arrays(call, call.q, None))
+        return explanation.of_plan(plan.plan_forward(call.problem, HOPPER, places, "wgmma"), "")
+
+    short, both = explained(100, 2000), explained(100, 9000)
+    assert None is not short.tile != both.tile is not None
+    assert any(note.startswith("all sequences have this tile") for note in short.notes)
+    (note,) = (note for note in both.notes if note.startswith("sequences of more than"))
+    assert f"others {short.tile[0]} queries x {short.tile[1]} keys;" in note
+    most = int(note.split()[4])
+    assert explained(100, most).tile == short.tile
+    assert explained(100, most + 1).tile == both.tile
+
+
 @pytest.mark.parametrize("capability", SHARED_LIMITS)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_packed_sequences_are_explained_for_every_device(dtype: str, capability: int) -> None:
