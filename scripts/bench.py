@@ -44,6 +44,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout is measured, whatever is installed
 
 import cuflash
+from cuflash import floor
 from cuflash.cli import bench, text
 from cuflash.cli.machine import stamp, this_machine
 from cuflash.cli.measure import Clock
@@ -458,6 +459,60 @@ def halves(session: Session) -> None:
                 for dtype, ms in rotate({x: made[x][number] for x in dtypes}, session.rounds).items():
                     tflops = shape.operations(direction, causal) / ms / 1e9
                     session.add("halves", "cuflash", direction=direction, dtype=dtype, **common, ms=ms, tflops=tflops)
+
+
+READ_CLOCKS = r"""
+extern "C" __global__ void __launch_bounds__(1024) read_clocks(long long* clocks) {
+  unsigned multiprocessor;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
+  if (threadIdx.x == 0) clocks[multiprocessor] = clock64();
+}
+"""
+
+
+def tensor_use(session: Session) -> None:
+    """How much of what tensor cores can multiply in a clock wgmma's kernels need, and how many clocks there are in a second."""
+    import cupy
+
+    from cuflash import launch
+
+    device = launch.device(cupy.cuda.Device().id)
+    rate = floor.RATES[device.capability][0] * device.multiprocessors
+    for head_dim, causal in product((64, 128, 256), (False, True)):
+        heads = 2048 // head_dim
+        shape = Shape(1, heads, heads, 16384, 16384, head_dim, head_dim)
+        common: Row = {"dtype": "bfloat16", **asdict(shape), "causal": causal, "backend": "wgmma"}
+        with session.part("use", "cuflash", **common):
+            calls = own_calls(Data.make(shape, "bfloat16", with_tensors=False), causal, "wgmma")
+            for direction, call in zip(("forward", "backward"), calls, strict=True):
+                clocks, ms = clocks_of(call, session.rounds)
+                needed = shape.operations(direction, causal) / rate
+                common |= {"ms": ms, "clocks": clocks, "use": needed / clocks}
+                session.add("use", "cuflash", direction=direction, **common)
+
+
+def clocks_of(call: Call, rounds: int, count: int = 12) -> tuple[float, float]:
+    """Clocks of a multiprocessor and milliseconds of a call among others back to back, as clock64 and events count them."""
+    import cupy
+
+    read = cupy.RawKernel(READ_CLOCKS, "read_clocks")
+    blocks = 2 * cupy.cuda.Device().attributes["MultiProcessorCount"]  # two fill a multiprocessor
+    found = []
+    for _ in range(rounds):
+        before, behind = cupy.zeros((2, 1024), np.int64)
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        call()
+        begin.record()
+        read((blocks,), (1024,), (before,))
+        for _ in range(count):
+            call()
+        read((blocks,), (1024,), (behind,))
+        end.record()
+        there = (before != 0) & (behind != 0)
+        clocks = float(cupy.median((behind - before)[there]))
+        found.append((clocks / count, float(cupy.cuda.get_elapsed_time(begin, end)) / count))
+    clocks, ms = (statistics.median(values) for values in zip(*found, strict=True))
+    return clocks, ms
 
 
 def accuracy(session: Session) -> None:
@@ -1071,7 +1126,7 @@ def packed_processor(session: Session) -> None:
 #: suite -> its parts on a GPU, and those that need none
 SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[Session], None], ...]]] = {
     "foundation": ((tensor_cores, wide_types, memory, host_time, first_call), (processor,)),
-    "hopper": ((hopper, halves), ()),
+    "hopper": ((hopper, halves, tensor_use), ()),
     "accuracy": ((accuracy,), ()),
     "inputs": ((inputs,), ()),
     "precision": ((wide_types, named_precisions, narrow_types), ()),

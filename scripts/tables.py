@@ -547,6 +547,17 @@ def turns(rows: list[Row]) -> str:
     return markdown(header, lines, left=2)
 
 
+def use(rows: list[Row]) -> str:
+    """What share of their clocks tensor cores need for the products, and how many clocks there are."""
+    lines = []
+    for row in rows:
+        mask = "causal" if row["causal"] else "full"
+        clock = f"{row['clocks'] / row['ms'] / 1e3:.0f}"
+        lines.append((seq_and_batch(row), mask, row["direction"], f"{row['use']:.0%}", clock))
+    header = ("batch x heads x seq x head_dim", "mask", "", "of the tensor cores' clocks", "clock, MHz")
+    return markdown(header, lines, left=3)
+
+
 def bias(rows: list[Row]) -> str:
     """What share of the speed without a bias is left with one of each broadcast shape."""
     return shares(rows, "pattern", "axes of the bias")
@@ -595,6 +606,7 @@ TOPICS: dict[str, Callable[[list[Row]], str]] = {
     "decode": decode,
     "speed": speed,
     "hopper": hopper,
+    "use": use,
     "precision": precision,
     "float32": float32,
     "narrow": narrow,
