@@ -305,6 +305,8 @@ def backward(
     sums = {f"d{name}": memory.sums(*of, f"d{name}") for name, of in terms.items()}
     arrays = planning.backward_arrays(call, **given, **gradients, **sums)
     places = planning.places_of(problem, arrays)
+    # Blocks that run at once have a multiprocessor each, those that stay, too.
+    device = replace(device, multiprocessors=max(device.multiprocessors, run.residents))
     plan = planning.plan_backward.__wrapped__(problem, device, places, run.deterministic, run.requested)
     for name in plan.overwritten:
         sums[name][...] = poison((), sums[name].dtype)
