@@ -331,7 +331,7 @@ def plan_backward(
             delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks)
             counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
             heads_in_turns = schedule.turns_section(problem, main)
-    if getattr(main, "persistent", False):
+    if getattr(main, "persistent", False) and not counters:
         delta, counters = replace(delta, counts=True), 1
     convert = schedule.convert(problem, main)
     if problem.is_packed and isinstance(convert, BackwardConvert):

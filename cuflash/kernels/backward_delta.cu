@@ -131,6 +131,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 4) CUFLASH_ENTRY(
   if constexpr (Config::kTurns > 0) {
     if (first_line == 0 && lane == 0) *static_cast<u32*>(p.turns) = 0;
   }
+  if (Config::kCounts && block_number() == 0 && threadIdx.x == 0) *static_cast<u32*>(p.turns) = 0;
   const int tile_rows = seq_q - first_row + at.padded_row % Config::kBlockQ;
   if (kPacked && kIsOfOneTile && tile_rows <= 0) return;  // the number of a tile that its segment has no rows for
 
@@ -154,7 +155,6 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 4) CUFLASH_ENTRY(
       add_products(sums, out, dout, rows, c, p.head_dim_v);
   }
   if (p.dq_sum) clear_sums(p, tile_rows);
-  if (Config::kCounts && block_number() == 0 && threadIdx.x == 0) *static_cast<u32*>(p.turns) = 0;
   Real delta = 0;
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) {

@@ -9,8 +9,9 @@
 // exponentials and dS of that next step run under the products of the other warpgroup.  dQ lags a step behind so that neither
 // waits for the other's dS.  Where scores are changed one by one, dP is queued late, when P needs no registers beside its own.
 // Where blocks add dQ in turns, two more threads of warpgroup 0 wait for these and pass them on.
-// Where there is room, blocks stay and take one tile of keys after the other: their steps follow each other as if they were of one
-// tile, so that the tensor cores go on while dV and dK leave through a place of their own.
+// Mostly blocks stay and take one tile of keys after the other: what the next one is, its keys and its first queries are on their way
+// when one ends.  Where there is room, K has two places and dV and dK leave through one of their own, so that a warpgroup begins the
+// next tile while the other one ends the last; else these leave through the place of dS.
 // Where the gradient of a bias leaves in blocks, another kernel makes dQ of them.
 // Where tiles are hidden, these threads are warps that pass over them, and the first tells the consumers which step it is.
 // Invariants: producer and consumers walk the same steps; rows of Q, dO beyond seq_q and keys that nobody sees are zeros in
@@ -38,13 +39,37 @@ typedef SumTile<kGroups * kWarpgroupThreads, kDqColumns / 8> DqTile;
 // Where blocks of the gradient of a bias leave, these are dS, of which another kernel makes dQ (backward_queries_wgmma.cu).
 constexpr bool kLeavesDq = Config::kReturnsBias;
 
-// Blocks stay, and K has three places: dQ of a tile's last step is formed when the next one's K is read, and a tile may have but one
-// step.
-constexpr bool kStays = Config::kKeyStages > 1;
-static_assert(!kStays || Config::kKeyStages == 3, "with two places warpgroups wait for each other");
-static_assert(!kStays || !(kPacked || kHasPlanes || kPassesOver || Config::kBiasStages > 0 || Config::kHoldsBias ||
-                           Config::kDeterministic || Config::kLateDp),
+constexpr bool kRecomputes = Config::kLateDp;
+// Blocks stay on their multiprocessor and take tiles of keys, of which one at a time has registers.
+constexpr bool kStays = Config::kStays, kHasRoom = Config::kKeyStages > 1;
+static_assert(!kStays || !(kHasPlanes || kPassesOver || Config::kBiasStages > 0 || Config::kHoldsBias || kRecomputes),
               "nobody told such blocks to stay");
+static_assert(Config::kKeyStages <= (kStays ? 2 : 1), "a place of K for each tile that is told of");
+struct TakenTile : Work {
+  bool exists;  // else the block ends
+};
+template <bool kHas> struct TakenTiles {
+  TakenTile works[2];
+  Channel<2> told;
+  Channel<1> values;  // V, which is free before K is
+  u64 ending;         // a tile, of which the last step is asked for
+
+  // By one thread, before a barrier of the block.
+  __device__ __forceinline__ void init() {
+    constexpr int kReaders = Config::kDeterministic ? 3 : 1;  // beside the consumers
+    told.init(arrivals_of(kWarps) + kReaders);
+    values.init(arrivals_of(kWarps));
+    mbarrier_init(shared_address(&ending), 1);
+  }
+};
+template <> struct TakenTiles<false> {
+  __device__ __forceinline__ void init() {}
+};
+
+// Where K of a tile lies that is told of in that slot; what has one place has a phase for each.
+__device__ __forceinline__ Cursor<Config::kKeyStages> place_of_keys(const Cursor<2>& tile) {
+  return {kHasRoom ? tile.slot : 0, kHasRoom ? tile.phase : u32(tile.slot)};
+}
 
 // dV and dK of a warpgroup on their way to memory, one after the other.
 typedef PanelTile<kWarpgroupRows, (Config::kHeadDim > Config::kHeadDimV ? Config::kHeadDim : Config::kHeadDimV)>
@@ -52,12 +77,13 @@ typedef PanelTile<kWarpgroupRows, (Config::kHeadDim > Config::kHeadDimV ? Config
 template <bool kHas> struct LeavingTiles { LeavingTile leaving[kGroups]; };
 template <> struct LeavingTiles<false> {};
 
-struct SharedStorage : BiasTiles, LeavingTiles<kStays> {
+struct SharedStorage : BiasTiles, LeavingTiles<kHasRoom> {
   InputTiles in;
   alignas(kLeavesDq ? 16 : 1024) unsigned char ds_data[kLeavesDq ? 16 : 2 * sizeof(GradientTile)];
   InputChannels channels;
   Channel<2> gradients;
   TurnChannels<Config::kDeterministic ? 1 : 0> turns_of_dq;
+  TakenTiles<kStays> taken;
 
   __device__ __forceinline__ GradientTile& ds(int slot) { return reinterpret_cast<GradientTile*>(ds_data)[slot]; }
 };
@@ -67,7 +93,6 @@ static_assert(!(kHasPlanes && (kAddsGradients || Config::kDeterministic)),
 
 // Segments of a pack may be shorter than a tile: warps do not add what nobody reads.
 constexpr bool kLeavesRows = kPacked && !Config::kDeterministic;
-constexpr bool kRecomputes = Config::kLateDp;
 // The gradient of a row of a bias that is held stays with it; in fixed point a term has no room for a whole walk.
 constexpr bool kKeepsKeySums = Config::kHoldsBias && kSumDigits == 0;
 constexpr bool kBlocksLeave =
@@ -85,10 +110,7 @@ template <class Storage> struct Consumer {
   // Of the step whose P and dS are in registers; with two stages, its slot and phase are those of dS in shared memory as well.
   Cursor<Config::kStages> cursor;
   At at;
-  // The tile of keys, of which a block that does not stay has one.
-  Cursor<Config::kKeyStages> keys;
-  int keys_before = 0;     // slot of the tile of the step before
-  int rest = 0;            // steps of the tile that are left
+  const int key_slot;      // of K
   int before = -1;         // number of the tile of queries of the step before it; at first there is none
   const bool has_no_rows;  // of dQ, this warp, in any tile
   float dk[Config::kHeadDim / 2], dv[Config::kHeadDimV / 2];
@@ -96,22 +118,28 @@ template <class Storage> struct Consumer {
   AddedBias bias;
   float key_sums[ScoreFragment::kSlots] = {};  // of the gradient of a bias that is held
 
-  __device__ __forceinline__ Consumer(const Params& params, Storage& storage, const Work& w, int g)
+  __device__ __forceinline__ Consumer(const Params& params, Storage& storage, const Work& w, int g,
+                                      const Cursor<Config::kStages>& first = {}, int slot = 0)
       : p(params),
         shared(storage),
         work(w),
         group(g),
         turns{g},
+        cursor(first),
         at(params, w),
+        key_slot(slot),
         has_no_rows(kLeavesRows && dq_row() >= w.place.seq_q(params)),
         bias(storage, storage.channels) {
     clear(dk);
     clear(dv);
   }
 
-  // Modifiers and turns leave no registers to keep descriptors and coordinates in from step to step.
+  // Modifiers, and turns in packs, leave no registers to keep descriptors and coordinates in from step to step.
   __device__ __forceinline__ int own_rows() const { return (kRecomputes ? recomputed(group) : group) * kWarpgroupRows; }
-  __device__ __forceinline__ u32 own_thread() const { return kRecomputes ? recomputed(threadIdx.x) : threadIdx.x; }
+  __device__ __forceinline__ u32 own_thread() const {
+    constexpr bool kHasNone = kRecomputes || (kHasRoom && kPacked && Config::kDeterministic);
+    return kHasNone ? recomputed(threadIdx.x) : threadIdx.x;
+  }
   __device__ __forceinline__ int warp_key(u32 thread) const {  // this warp's first key in the tile
     return own_rows() + int(thread % kWarpgroupThreads / 32 * 16);
   }
@@ -120,20 +148,10 @@ template <class Storage> struct Consumer {
     const int warp = int(threadIdx.x) / 32 - kWarpgroupThreads / 32;
     return (kSplitsRows ? warp : warp % (kWarpgroupThreads / 32)) * 16;
   }
-  const __device__ __forceinline__ Work& here() const {
-    if constexpr (kStays)
-      return shared.channels.works[keys.slot];
-    else
-      return kRecomputes ? shared.channels.work : work;
-  }
-
-  // The same number of all lanes, which is known to the compiler then: it describes operands of products.
-  static __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-  static __device__ __forceinline__ int key_slot(int slot) { return kStays ? uniform(slot) : 0; }
-  __device__ __forceinline__ int next_slot() const { return keys.slot + 1 == Config::kKeyStages ? 0 : keys.slot + 1; }
+  const __device__ __forceinline__ Work& here() const { return kRecomputes ? shared.channels.work : work; }
 
   // ---- products: issued as one group each ----
-  __device__ __forceinline__ void issue_scores(float (&s)[ScoreFragment::kSize], int key_slot) const {
+  __device__ __forceinline__ void issue_scores(float (&s)[ScoreFragment::kSize]) const {
     cursor.wait_full(shared.channels.queries);
     wgmma_fence();
     wgmma_rows_rows<Config::kHeadDim, KeyTile, QueryTile>(s, operand(shared.in.k[key_slot], own_rows()),
@@ -161,7 +179,7 @@ template <class Storage> struct Consumer {
   }
   // Of the step that `of` stands at.  Before the first there is none: the wait passes at once, and what is computed is
   // dropped; one body for all steps keeps the compiler within its registers.
-  __device__ __forceinline__ void issue_dq(float (&dq)[kDqColumns / 2], Cursor<2> of, int key_slot) const {
+  __device__ __forceinline__ void issue_dq(float (&dq)[kDqColumns / 2], Cursor<2> of) const {
     of.wait_full(shared.gradients);
     constexpr u64 kDsPanel = GradientTile::kPanelBytes >> 4, kKeyPanel = KeyTile::kPanelBytes >> 4;
     wgmma_fence();
@@ -217,9 +235,6 @@ template <class Storage> struct Consumer {
     if constexpr (Config::kLateDp) issue_dp(dp);
     wgmma_wait_group<0>();
     pin(dp);
-    if constexpr (kStays) {
-      if (rest == 0) release_by_warp(shared.channels.values[group], 0);
-    }
     score_gradients_of(s, dp, s_at, statistics, units);
     if constexpr (kAddsGradients) {  // they are gradients of what comes behind the slopes
       if constexpr (kKeepsKeySums) {
@@ -268,19 +283,19 @@ template <class Storage> struct Consumer {
   // Slots are given back by every warp, since each has read the statistics by ordinary loads.
   __device__ __forceinline__ void start() {
     float s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
-    issue_scores(s, keys.slot);
+    issue_scores(s);
+    if constexpr (kHasRoom) await_values(key_slot);
     if (!Config::kLateDp) issue_dp(dp);
     enter_head();
+    if constexpr (kStays && !kHasRoom) await_place();
     form_gradients(s, dp);
   }
   // Takes the turn, and hands it on once S and dP of the next step are queued.
-  // In blocks that stay the next step may be that of the next tile of keys, whose rows nobody has to clear any more.
-  template <bool kCrosses = false> __device__ __forceinline__ void advance() {
+  __device__ __forceinline__ void advance() {
     const int slot = cursor.slot;
     float dq[kDqColumns / 2], s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
-    const int keys_of_dq = key_slot(keys_before), keys_of_scores = key_slot(kCrosses ? next_slot() : keys.slot);
     turns.take();
-    if constexpr (!kLeavesDq) issue_dq(dq, cursor.previous(), keys_of_dq);
+    if constexpr (!kLeavesDq) issue_dq(dq, cursor.previous());
     issue_dv_dk(slot);
     if constexpr (!kLeavesDq) {
       wgmma_wait_group<2>();
@@ -292,11 +307,7 @@ template <class Storage> struct Consumer {
     pin(probabilities);
     release_by_warp(shared.channels.douts, slot);
     cursor.advance();
-    if constexpr (kStays) {
-      leave_keys();
-      if constexpr (kCrosses) enter_keys();
-    }
-    issue_scores(s, keys_of_scores);
+    issue_scores(s);
     if constexpr (kSplitsRows) {  // registers: dS must be free before dP is there
       wgmma_wait_group<1>();
       pin(dk);
@@ -312,28 +323,19 @@ template <class Storage> struct Consumer {
       release_by_warp(shared.channels.queries, slot);
     }
     if constexpr (!kPassesOver) before = at.number();
-    if constexpr (kCrosses) {
-      leave_with_values(p);
-      at = At(p, here());
-      rest = uniform(here().steps - 1);
-      form_gradients(s, dp);
-      leave_with_keys(p);
-    } else {
-      const int head = at.head;
-      at.advance(p, here());
-      if constexpr (kStays) --rest;
-      if (Config::kHoldsBias && at.head != head) {
-        leave_head(head);
-        enter_head();
-      }
-      form_gradients(s, dp);
+    const int head = at.head;
+    at.advance(p, here());
+    if (Config::kHoldsBias && at.head != head) {
+      leave_head(head);
+      enter_head();
     }
+    form_gradients(s, dp);
   }
   __device__ __forceinline__ void finish() {
     float dq[kDqColumns / 2];
-    const int keys_of_dq = key_slot(keys_before), own_keys = key_slot(keys.slot);
+    if constexpr (kStays) release_by_warp(shared.taken.values, 0);
     turns.take();
-    if constexpr (!kLeavesDq) issue_dq(dq, cursor.previous(), keys_of_dq);
+    if constexpr (!kLeavesDq) issue_dq(dq, cursor.previous());
     issue_dv_dk(cursor.slot);
     if constexpr (!kLeavesDq) {
       wgmma_wait_group<2>();
@@ -343,10 +345,16 @@ template <class Storage> struct Consumer {
     wgmma_wait_group<0>();
     pin(dv);
     pin(dk);
+    if constexpr (kStays) {
+      release_by_warp(shared.channels.douts, cursor.slot);
+      release_by_warp(shared.channels.queries, cursor.slot);
+    }
     if constexpr (kLeavesDq) return;
     before = at.step(shared.channels, cursor.slot).number();
-    issue_dq(dq, cursor, own_keys);
+    issue_dq(dq, cursor);
+    if constexpr (kHasRoom) leave_with_values();
     wgmma_wait_group<0>();
+    if constexpr (kStays) release_keys();
     finish_dq(dq, cursor);
   }
   __device__ __forceinline__ void walk() {
@@ -360,80 +368,71 @@ template <class Storage> struct Consumer {
   }
 
   // ---- blocks that stay ----
-  // When dQ of the step before is there: the next one is formed with the tile at hand.
-  __device__ __forceinline__ void leave_keys() {
-    if (keys_before == keys.slot) return;
-    if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared_address(&shared.channels.keys.empty[keys_before]));
-    keys_before = keys.slot;
+  // V of the tile that is told of in that slot.
+  __device__ __forceinline__ void await_values(int slot) const {
+    Cursor<1>{0, u32(slot)}.wait_full(shared.taken.values);
   }
-  __device__ __forceinline__ void enter_keys() {
-    keys.advance();
-    await_tile();
+  __device__ __forceinline__ void release_keys() const {
+    if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared_address(&shared.channels.keys.empty[key_slot]));
   }
-  __device__ __forceinline__ void await_tile() const {
-    keys.wait_full(shared.channels.keys);
-    await_values(keys);
-  }
-  // The warpgroup's half of V.
-  __device__ __forceinline__ void await_values(const Cursor<Config::kKeyStages>& tile) const {
-    Cursor<1>{0, shared.channels.works[tile.slot].values_phase}.wait_full(shared.channels.values[group]);
-  }
-  // Waits for what the producer tells of a tile; whether there is one.
-  __device__ __forceinline__ bool hears_of(const Cursor<Config::kKeyStages>& tile) const {
-    mbarrier_wait(shared_address(&shared.channels.told[tile.slot]), tile.phase);
-    return uniform(shared.channels.works[tile.slot].steps) > 0;
-  }
-  // Keys of a tile that no query sees are cleared by those who own them.
-  __device__ __forceinline__ void clear_unseen(const Cursor<Config::kKeyStages>& tile) const {
+  // When K is there; keys that no query sees are cleared by all.
+  __device__ __forceinline__ void enter(const Cursor<2>& tile) const {
+    if constexpr (!kHasRoom) await_values(tile.slot);
+    place_of_keys(tile).wait_full(shared.channels.keys);
     if constexpr (Visibility::kNarrows) {
-      const Work& next = shared.channels.works[tile.slot];
-      const Range alive = keys_seen_by_any(p, next.place, {0, next.place.seq_q(p)});
-      if (next.keys.begin >= alive.begin && next.keys.end <= alive.end) return;
-      tile.wait_full(shared.channels.keys);
-      await_values(tile);
-      const Range rows{alive.begin - next.keys.begin, alive.end - next.keys.begin};
-      const int thread = int(threadIdx.x % kWarpgroupThreads);
-      clear_rows_outside<kWarpgroupThreads>(shared.in.k[tile.slot], rows, thread, own_rows(), kWarpgroupRows);
-      clear_rows_outside<kWarpgroupThreads>(shared.in.v, rows, thread, own_rows(), kWarpgroupRows);
+      const Range alive = keys_seen_by_any(p, work.place, {0, work.place.seq_q(p)});
+      if (work.keys.begin >= alive.begin && work.keys.end <= alive.end) return;
+      await_values(tile.slot);
+      const Range rows{alive.begin - work.keys.begin, alive.end - work.keys.begin};
+      const int thread = int(threadIdx.x) - kWarpgroupThreads;
+      clear_rows_outside<kGroups * kWarpgroupThreads>(shared.in.k[key_slot], rows, thread);
+      clear_rows_outside<kGroups * kWarpgroupThreads>(shared.in.v, rows, thread);
       fence_proxy_async();
-      bar_sync(kGroupBarrier + group, kWarpgroupThreads);
+      bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
     }
   }
-  // A gradient of the tile before, through the place in which the one before it may still be read.
-  template <int kSize> __device__ __forceinline__ void leave(float (&x)[kSize], float scale, const TensorMap& map) {
+  // The place through which gradients leave, one after the other, may be written again when they have left.
+  __device__ __forceinline__ void await_place() const {
     if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group_read<0>();
     bar_sync(kGroupBarrier + group, kWarpgroupThreads);
-    pin(x);  // it is rounded behind the barrier, since registers are few in front of it
-    typedef PanelTile<kWarpgroupRows, 2 * kSize> Tile;
-    store_gradient(reinterpret_cast<Tile&>(shared.leaving[group]), 0, x, scale, map, p,
-                   shared.channels.works[keys_before], group * kWarpgroupRows, kGroupBarrier + group);
-    clear(x);
   }
-  template <class P> __device__ __forceinline__ void leave_with_values(const P& p) { leave(dv, 1.f, p.dv_map); }
-  template <class P> __device__ __forceinline__ void leave_with_keys(const P& p) { leave(dk, p.scale, p.dk_map); }
-  // Tiles follow each other without a stop.
-  __device__ __forceinline__ void walk_on() {
-    if (!hears_of(keys)) return;
-    turns.open();
-    clear_unseen(keys);
-    rest = uniform(here().steps - 1);
-    at = At(p, here());
-    await_tile();
-    start();
-    while (true) {
-#pragma unroll 1
-      while (rest > 0) advance();
-      Cursor<Config::kKeyStages> next = keys;
-      next.advance();
-      if (!hears_of(next)) break;
-      clear_unseen(next);
-      advance<true>();
+  template <int kSize>
+  __device__ __forceinline__ void leave(const float (&x)[kSize], float scale, const TensorMap& map) {
+    const int row = group * kWarpgroupRows;
+    if constexpr (kHasRoom) {
+      typedef PanelTile<kWarpgroupRows, 2 * kSize> Tile;
+      store_gradient(reinterpret_cast<Tile&>(shared.leaving[group]), 0, x, scale, map, p, work, row,
+                     kGroupBarrier + group);
+    } else {
+      typedef PanelTile<Config::kBlockK, 2 * kSize> Tile;
+      static_assert(sizeof(Tile) <= 2 * sizeof(GradientTile), "dS has less");
+      store_gradient(reinterpret_cast<Tile&>(shared.ds_data), row, x, scale, map, p, work, row, kGroupBarrier + group);
     }
-    finish();
-    keys_before = keys.slot;
-    leave_with_values(p);
-    leave_with_keys(p);
-    if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group_read<0>();
+  }
+  __device__ __forceinline__ void leave_with_values() {
+    await_place();
+    leave(dv, 1.f, p.dv_map);
+  }
+  // A tile from its beginning to its end; afterwards the cursor stands where the next one begins.
+  __device__ __forceinline__ void walk_and_leave(int slot) {
+    if (work.steps > 0) {
+      walk();
+      cursor.advance();
+      if constexpr (!kHasRoom) {
+        Cursor<Config::kStages> last = cursor;  // of the last two steps, whose dS both warpgroups have read
+        last.advance();
+        cursor.wait_empty(shared.gradients);
+        last.wait_empty(shared.gradients);
+        leave(dv, 1.f, p.dv_map);
+      }
+    } else {
+      await_values(slot);
+      release_by_warp(shared.taken.values, 0);
+      release_keys();
+      leave_with_values();
+    }
+    await_place();
+    leave(dk, p.scale, p.dk_map);
   }
 
   // ---- what is left ----
@@ -485,91 +484,107 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   }(p);
 }
 
-// One thread, in blocks that stay: tells of one tile of keys after the other, and loads its K, each as soon as there is room.
-template <class Storage> __device__ __forceinline__ void produce_keys(const Params& p, Storage& shared) {
-  Cursor<Config::kKeyStages> keys;
-  u32 number = blockIdx.x, values_phase = 0;
+// ---- blocks that stay ----
+// One thread: tells of one tile of keys after the other, each when the one before is about to end, and loads its K and V.
+template <class Storage> __device__ __forceinline__ void take_tiles(const Params& p, Storage& shared) {
+  // Where blocks take turns, a tile waits for those that were taken before it.
+  u32 number = Config::kDeterministic ? shared.channels.started : blockIdx.x;
+  Cursor<2> at;
   while (true) {
-    keys.wait_empty(shared.channels.keys);
-    ToldTile& work = shared.channels.works[keys.slot];
-    const bool exists = number < u32(Place::key_tiles<Config::kBlockK>(p) * p.batch_size * p.heads_k);
-    if (exists) {
-      Work found(p, int(number));
-      if (found.steps == 0) {  // one, of queries that see nothing
-        found.first = max(0, min(found.first, Place::query_tiles<Config::kBlockQ>(p) - 1));
-        found.last = found.first + 1;
-        found.steps = p.group;
-      }
-      static_cast<Work&>(work) = found;
-      work.values_phase = values_phase;
-      values_phase ^= 1;
-    } else {
-      work.steps = 0;
-    }
-    mbarrier_arrive(shared_address(&shared.channels.told[keys.slot]));
-    if (!exists) return;
-    const u32 full = keys.full(shared.channels.keys);
+    at.wait_empty(shared.taken.told);
+    TakenTile& work = shared.taken.works[at.slot];
+    work.exists = number < u32(Place::listed_keys<Config::kBlockK>(p) * p.batch_size * p.heads_k);
+    if (work.exists) work.take(p, int(number));
+    mbarrier_arrive(at.full(shared.taken.told));
+    if (!work.exists) return;
     const DescribedRow key = work.place.described_key(p, work.keys.begin, work.batch);
-    mbarrier_arrive_expect_tx(full, KeyTile::kBytes);
-    copy_panels(shared.in.k[keys.slot], p.k_map, full, {0, key.row, work.place.head_k, key.batch},
-                CachePolicy::kEvictFirst);
-    keys.advance();
-    number = gridDim.x + atomicAdd(static_cast<u32*>(p.turns), 1u);
+    const BoxCorner corner{0, key.row, work.place.head_k, key.batch};
+    const Cursor<1> one{0, u32(at.slot)};
+    const auto load_keys = [&] {
+      const Cursor<Config::kKeyStages> keys = place_of_keys(at);
+      const u32 full = keys.full(shared.channels.keys);
+      keys.wait_empty(shared.channels.keys);
+      mbarrier_arrive_expect_tx(full, KeyTile::kBytes);
+      copy_panels(shared.in.k[keys.slot], p.k_map, full, corner, CachePolicy::kEvictFirst);
+    };
+    if (kHasRoom) load_keys();
+    const u32 full = one.full(shared.taken.values);
+    one.wait_empty(shared.taken.values);
+    mbarrier_arrive_expect_tx(full, ValueTile::kBytes);
+    copy_panels(shared.in.v, p.v_map, full, corner, CachePolicy::kEvictFirst);
+    if (!kHasRoom) load_keys();  // V is free before K is
+    mbarrier_wait(shared_address(&shared.taken.ending), one.phase);
+    at.advance();
+    number = atomicAdd(static_cast<u32*>(p.turns), 1u);
+    if (!Config::kDeterministic) number += gridDim.x;
   }
 }
-// Each warpgroup's half of V, when it has finished with the one before.
-template <class Storage>
-__device__ __forceinline__ void load_values(const Params& p, Storage& shared, const Work& work, Cursor<1> values) {
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    const u32 full = values.full(shared.channels.values[group]);
-    values.wait_empty(shared.channels.values[group]);
-    mbarrier_arrive_expect_tx(full, ValueTile::kBytes / kGroups);
-    const int row = group * kWarpgroupRows;
-    const DescribedRow key = work.place.described_key(p, work.keys.begin + row, work.batch);
-    copy_rows(shared.in.v, row, p.v_map, full, {0, key.row, work.place.head_k, key.batch}, CachePolicy::kEvictFirst);
-  }
-}
-// Another one: the rest, tile by tile.
-template <class Storage> __device__ __forceinline__ void produce_tiles(const Params& p, Storage& shared) {
-  Cursor<Config::kStages> cursor;
-  Cursor<Config::kKeyStages> keys;
-  Cursor<1> values;
+// `act(work)` for each tile, by a thread that reads what it is.
+template <class Storage, class Act> __device__ __forceinline__ void for_each_tile(Storage& shared, Act act) {
+  Cursor<2> at;
   while (true) {
-    mbarrier_wait(shared_address(&shared.channels.told[keys.slot]), keys.phase);
-    const Work& work = shared.channels.works[keys.slot];
-    if (work.steps == 0) return;
+    at.wait_full(shared.taken.told);
+    const TakenTile& work = shared.taken.works[at.slot];
+    if (!work.exists) return;
+    act(work);
+    at.release(shared.taken.told);
+    at.advance();
+  }
+}
+// One thread: queries and dO.
+template <class Storage> __device__ __forceinline__ void load_queries(const Params& p, Storage& shared) {
+  Cursor<Config::kStages> cursor;
+  for_each_tile(shared, [&](const Work& work) {
+    const auto end = [&] { mbarrier_arrive(shared_address(&shared.taken.ending)); };
     Step step(p, work);
+    if (work.steps == 0) end();
     for (int rest = work.steps; rest > 0; --rest) {
+      if (rest == 1) end();
       load_step(p, shared.in, shared.channels, work, step, cursor, true, [] {});
-      if (rest == work.steps) load_values(p, shared, work, values);
       step.advance(p, work);
       cursor.advance();
     }
-    keys.advance();
-    values.advance();
+  });
+}
+// Two more, where blocks take turns.
+template <class Storage> __device__ __forceinline__ void keep_turns_of_tiles(const Params& p, Storage& shared) {
+  if constexpr (Config::kDeterministic) {
+    Cursor<Config::kStages> cursor;
+    if (threadIdx.x == 64)
+      for_each_tile(shared, [&](const Work& work) { cursor = await_turns(p, shared.turns_of_dq, work, cursor); });
+    if (threadIdx.x == 96)
+      for_each_tile(shared, [&](const Work& work) { cursor = pass_turns(p, shared.turns_of_dq, work, 0, cursor); });
   }
 }
-
-// One thread, before a barrier of the block.
-template <class Channels> __device__ __forceinline__ void init_staying(Channels& channels) {
-  if constexpr (kStays) {
-#pragma unroll
-    for (int slot = 0; slot < Config::kKeyStages; ++slot) mbarrier_init(shared_address(&channels.told[slot]), 1);
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) channels.values[group].init(arrivals_of(kWarps / kGroups));
+template <class Storage> __device__ __forceinline__ void consume_tiles(const Params& p, Storage& shared, int group) {
+  Cursor<Config::kStages> cursor;
+  Cursor<2> at;
+  while (true) {
+    at.wait_full(shared.taken.told);
+    // The same number of all lanes, which is known to the compiler then.
+    if (!__shfl_sync(0xffffffffu, int(shared.taken.works[at.slot].exists), 0)) break;
+    const Work work = shared.taken.works[at.slot];
+    release_by_warp(shared.taken.told, at.slot);
+    const int key_slot = kHasRoom ? __shfl_sync(0xffffffffu, at.slot, 0) : 0;
+    Consumer<Storage> consumer(p, shared, work, group, cursor, key_slot);
+    consumer.enter(at);
+    consumer.walk_and_leave(at.slot);
+    cursor = consumer.cursor;
+    at.advance();
   }
+  if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group_read<0>();
 }
 template <class Storage> __device__ __forceinline__ void stay(const Params& p, Storage& shared) {
   if constexpr (kStays) {
     const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
     if (group == 0) {
       setmaxnreg_dec<Config::kProducerRegisters>();
-      if (threadIdx.x == 0) produce_tiles(p, shared);
-      if (threadIdx.x == 32) produce_keys(p, shared);
+      if (threadIdx.x == 0) load_queries(p, shared);
+      if (threadIdx.x == 32) take_tiles(p, shared);
+      keep_turns_of_tiles(p, shared);
     } else {
       setmaxnreg_inc<Config::kConsumerRegisters>();
-      Consumer<Storage>(p, shared, shared.channels.works[0], group - 1).walk_on();
+      consume_tiles(p, shared, group - 1);
     }
   }
 }
@@ -591,7 +606,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   if (threadIdx.x == 0) {
     if (!kStays) set_work(p, shared.channels);
     shared.channels.init(arrivals_of(kWarps), kStays ? kGroups : 1);
-    init_staying(shared.channels);
+    shared.taken.init();
     shared.gradients.init(kGroups, arrivals_of(kWarps));
     shared.channels.init_bias(kWarps);
     shared.turns_of_dq.init(kWarps);

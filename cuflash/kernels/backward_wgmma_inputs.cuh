@@ -41,18 +41,7 @@ template <> struct ToldSteps<false> {
   __device__ __forceinline__ Told heard(int) const { return Told(); }
 };
 
-// Tiles of keys of a block that stays, each told by its producer before K is there.
-struct ToldTile : Work {
-  u32 values_phase;  // in which V arrives
-};
-template <int kTiles> struct ToldTiles {
-  u64 told[kTiles];
-  ToldTile works[kTiles];  // one without steps ends the block
-  Channel<1> values[2];    // V, each half for the warpgroup that owns its keys
-};
-template <> struct ToldTiles<1> {};  // the block ends with its tile
-
-struct InputChannels : GradientUnits<kHasPlanes>, BiasChannels, ToldSteps<kPassesOver>, ToldTiles<Config::kKeyStages> {
+struct InputChannels : GradientUnits<kHasPlanes>, BiasChannels, ToldSteps<kPassesOver> {
   Statistics statistics[Config::kStages];
   Channel<Config::kKeyStages> keys;
   Channel<Config::kStages> queries, douts;
@@ -190,10 +179,10 @@ __device__ __forceinline__ void for_each_step(const Params& p, const Work& work,
     }
   }
 }
-// The one that waits, for the sharers in the order in which they add.
+// The one that waits, for the sharers in the order in which they add; its cursor behind the last step.
 template <int kSharers>
-__device__ __forceinline__ void await_turns(const Params& p, TurnChannels<kSharers>& turns, const Work& work) {
-  Cursor<Config::kStages> cursor;
+__device__ __forceinline__ Cursor<Config::kStages> await_turns(const Params& p, TurnChannels<kSharers>& turns,
+                                                               const Work& work, Cursor<Config::kStages> cursor = {}) {
   for_each_step<true>(p, work, [&](const Step& step, int turn) {
 #pragma unroll
     for (int sharer = 0; sharer < kSharers; ++sharer) {
@@ -203,12 +192,13 @@ __device__ __forceinline__ void await_turns(const Params& p, TurnChannels<kShare
     }
     cursor.advance();
   });
+  return cursor;
 }
 // One of two that pass them on, of every other sharer.
 template <int kSharers>
-__device__ __forceinline__ void pass_turns(const Params& p, TurnChannels<kSharers>& turns, const Work& work,
-                                           int first) {
-  Cursor<Config::kStages> cursor;
+__device__ __forceinline__ Cursor<Config::kStages> pass_turns(const Params& p, TurnChannels<kSharers>& turns,
+                                                              const Work& work, int first,
+                                                              Cursor<Config::kStages> cursor = {}) {
   const u32 next = work.keys.begin / Config::kBlockK + 1;
   for_each_step<false>(p, work, [&](const Step& step, int) {
 #pragma unroll
@@ -219,6 +209,7 @@ __device__ __forceinline__ void pass_turns(const Params& p, TurnChannels<kSharer
     }
     cursor.advance();
   });
+  return cursor;
 }
 // Warps 1 and on of the producers' warpgroup, of which `leader` is the first thread of those that walk together.
 template <int kSharers>

@@ -157,7 +157,8 @@ class BackwardSplitWgmma:
     holds_bias: bool = False
     returns_bias: bool = False
     sums_bias: bool = False
-    key_stages: int = 1  # blocks do not stay
+    stays: bool = False
+    key_stages: int = 1
 
     @property
     def exchanged_bytes(self) -> int:

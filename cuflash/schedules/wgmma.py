@@ -199,7 +199,8 @@ class BackwardWgmma:
     holds_bias: bool = False  # which is the same for all queries, in registers
     returns_bias: bool = False  # blocks of gradients take the places of those of the bias
     sums_bias: bool = False  # or are added to sums
-    key_stages: int = 1  # with several, blocks stay and take tile after tile of keys
+    stays: bool = False  # blocks take tile after tile of keys
+    key_stages: int = 1  # places of K; where there are two, results have one of their own as well
 
     #: parts of a tile of dq that are summed apart
     dq_chunks = 1
@@ -226,23 +227,23 @@ class BackwardWgmma:
         biases = {"bias": self.bias_rows} if self.bias_stages else {}
         if self.returns_bias or self.sums_bias:
             biases["dbias"] = self.bias_rows
-        v = GROUP_ROWS if self.persistent else self.block_k
-        return {**queries, "k": self.block_k, "v": v, "dk": GROUP_ROWS, "dv": GROUP_ROWS, **biases}
+        return {**queries, "k": self.block_k, "v": self.block_k, "dk": GROUP_ROWS, "dv": GROUP_ROWS, **biases}
 
     @property
     def persistent(self) -> bool:
         """Whether there are no more blocks than the device holds at once."""
-        return self.key_stages > 1
+        return self.stays
 
     @property
     def staying_bytes(self) -> int:
-        """Shared memory of blocks that stay: more tiles of K, results on their way to memory, and what consumers are told."""
-        if not self.persistent:
+        """Shared memory of blocks that stay: what threads are told of two tiles, and where there is room, K and results."""
+        if not self.stays:
             return 0
-        keys = (self.key_stages - 1) * panel_bytes(self.block_k, self.dq_width)
+        told = 2 * (WORK_BYTES + 8) + channel_bytes(2) + channel_bytes(1) + 8
+        if self.key_stages == 1:
+            return told
         leaving = 2 * panel_bytes(GROUP_ROWS, max(self.head_dim, self.head_dim_v))
-        told = self.key_stages * (8 + WORK_BYTES + channel_bytes(1)) + 2 * channel_bytes(1)
-        return keys + leaving + told
+        return told + panel_bytes(self.block_k, self.dq_width) + leaving + channel_bytes(1)
 
     @property
     def exchanged_bytes(self) -> int:
@@ -573,11 +574,6 @@ def limited_forwards(
             yield config, tile.max_keys
 
 
-KEY_STAGES = 3  # tiles of K of a block that stays
-# Steps of a tile of keys, on the average, up to which blocks stay.  H200, 2026-11-30, bf16, d 64, S 1024 and 4096, microseconds
-# without and with: causal 607 and 507, 1521 and 1468; full 886 and 805, 2731 and 2752 (a step takes 4 % longer, a tile's ends
-# 1.4 in place of 4.6)
-STAYING_STEPS = 17
 # Head sizes of keys and of values up to which registers are left for two parts of the keys.
 MAX_PARTED, MAX_PARTED_VALUES = 192, 128
 PARTED_REGISTERS = 224, 256  # of the consumers for dV and dK, beside a producer with 24
@@ -642,8 +638,10 @@ def backward(
         producer_registers=producer,
         consumer_registers=consumer,
     )
-    if not deterministic and stays(problem, config):
-        config = replace(config, key_stages=KEY_STAGES)
+    if stays(problem, config):
+        # H200, 2026-12-01, bf16, microseconds of one and of two places, full and causal: d 64 S 1024 756 and 745, 552 and 521,
+        # S 4096 2396 and 2432, 1334 and 1346; d 128 S 1024 682 and 704, 480 and 474, S 4096 2175 and 2313, 1362 and 1381
+        config = replace(config, stays=True, key_stages=2 if narrow else 1)
     takes_turns = deterministic and not config.returns_bias  # which leaves dq to another kernel
     fits = replace(config, deterministic=takes_turns).shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit
     spills = summed and rich and widest > PANEL_COLUMNS
@@ -652,16 +650,22 @@ def backward(
     return config
 
 
+# Queries of the heads that share one of the keys, of which 32 heads at once stay in the cache.  H200, 2026-12-01, bf16, d 64
+# full, microseconds with 16 and with 32: S 1024 847 and 767, S 4096 2418 and 2558 (two runs)
+MANY_AT_ONCE = 2048
+
+
 def turns_section(problem: Problem, config: BackwardWgmma) -> int:
     """Heads at once, at least, where blocks add in turns: the more, the fewer blocks wait for each other.
 
     With 64 keys at a time additions go as fast as the cache takes them, so that sums have to stay there; where all tiles of keys
-    take the same time, they stand in line without waiting.
+    take the same time, they stand in line without waiting, but for those that begin together.
     """
     full = problem.modifier("causal") is None
     if config.block_k == GROUP_ROWS:
         return 4 if full else 16
-    return 16 if full else 32
+    begins = config.block_q > GROUP_ROWS and problem.seq_q * problem.group <= MANY_AT_ONCE
+    return 16 if full and not begins else 32
 
 
 def makes_dq_apart(problem: Problem, deterministic: bool) -> bool:
@@ -669,15 +673,20 @@ def makes_dq_apart(problem: Problem, deterministic: bool) -> bool:
     return (deterministic or max(problem.head_dim, problem.head_dim_v) > MAX_SUMMED) and not is_rich(problem)
 
 
+# Steps of a tile of keys, on the average, up to which blocks stay under a causal mask with 64 queries at a time.  H200,
+# 2026-12-01, bf16, d 128, microseconds without and with: S 1024 498 and 480, 4096 1367 and 1362, 16384 4121 and 4189; full 709
+# and 682, 2201 and 2176, 7997 and 7900
+STAYING_STEPS = 64
+
+
 def stays(problem: Problem, config: BackwardWgmma) -> bool:
-    """Whether blocks take tile after tile of keys: where these have few steps, so that their ends count."""
-    others = [m for m in problem.modifiers if m.kind != "sum" and m.name != "causal"]
-    if config.block_q != 2 * GROUP_ROWS or others or problem.scale <= 0 or problem.dtype == "float32":
-        return False  # other forms have no registers, or no room, for what such a block keeps
-    steps = query_tiles(problem, config.block_q)
-    if problem.modifier("causal") is not None:
-        steps = (steps + 1) // 2
-    return steps * problem.group <= STAYING_STEPS
+    """Whether blocks take tile after tile of keys, if the form keeps nothing else from one step to the next."""
+    keeps = config.late_dp or config.bias_stages or config.holds_bias or any(m.knows_tiles() for m in problem.modifiers)
+    if keeps or problem.dtype == "float32":
+        return False
+    if problem.modifier("causal") is None or problem.is_packed or config.block_q > GROUP_ROWS:
+        return True
+    return query_tiles(problem, config.block_q) * problem.group <= 2 * STAYING_STEPS
 
 
 def itemsize_of_gradient(problem: Problem, dbias: Placed | None, bias: str) -> int:

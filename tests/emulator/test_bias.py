@@ -167,10 +167,10 @@ BUGS = {
     "a place is filled again while it is copied": ("cp_async_bulk_wait_group_read<0>();\n    if", "if"),
     "gradients of hidden blocks are left alone": ("clear_hidden_bias(p, shared, shared.channels.work);", ""),
     "keys of one head have the bias of another": (
-        "        leave_head(head);\n        enter_head();",
-        "        leave_head(head);",
+        "      leave_head(head);\n      enter_head();",
+        "      leave_head(head);",
     ),
-    "gradients of two heads are one": ("        leave_head(head);\n        enter_head();", "        enter_head();"),
+    "gradients of two heads are one": ("      leave_head(head);\n      enter_head();", "      enter_head();"),
     "rows are shifted the wrong way": ("lse - bias_apart(p, place, row)", "lse + bias_apart(p, place, row)"),
     "lse is left alone": ("softmax.move(slot,", "if (false) softmax.move(slot,"),
     "dq is made of blocks that are not there": ("      at.wait_full(shared.steps);\n", ""),

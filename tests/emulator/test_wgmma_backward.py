@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cuflash import plan, problem
-from cuflash.backends import Device, described_device
+from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import KeyLengths
 from cuflash.plan import Plan
@@ -55,14 +55,14 @@ def check_call(call: problem.Call, dout, dlse, seeds: Iterable[int] = SEEDS, dev
         expectation.check_backward(gradients)
 
 
-def check_bug(mutant: Mutant, case: Case, device: Device = HOPPER) -> None:
+def check_bug(mutant: Mutant, case: Case) -> None:
     """Some order of the kernels' steps must show it."""
     call, dout, dlse = case.call()
     out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
     expectation = Expectation(call, dout, dlse)
 
     def run(text: Sources, seed: int) -> None:
-        given = (call, out, lse, dout, dlse, device, seed)
+        given = (call, out, lse, dout, dlse, HOPPER, seed)
         expectation.check_backward(kernels.backward(*given, requested="wgmma", text=text))
 
     must_be_noticed(mutant, run, MANY_SEEDS)
@@ -88,7 +88,7 @@ def test_forms():
     assert [c.block_k for c in configs.values()] == [128, 128, 128, 64, 128]
     assert [c.late_dp for c in configs.values()] == [False, False, True, False, False]
     assert [isinstance(c, BackwardWgmmaSplit) for c in configs.values()] == [False, False, False, True, True]
-    assert [c.key_stages for c in configs.values()] == [3, 1, 1, 1, 1]
+    assert [c.stays for c in configs.values()] == [True, True, False, False, False]
 
 
 # ---- schedules and lengths -------------------------------------------------------------------------------------------
@@ -120,29 +120,53 @@ def test_head_sizes(sizes):
 
 
 # ---- blocks that stay -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"seq_q": 450, "seq_k": 450, "causal": True},
-        {"seq_q": 270, "seq_k": 330, "heads_q": 4, "causal": True, "dlse": True},
-        {"seq_q": 260, "seq_k": 520, "causal": "top_left"},
-        {"seq_q": 300, "seq_k": 300},
-    ],
-    ids=["steps of one tile", "group", "keys that nobody sees", "full"],
-)
-def test_blocks_stay(fields):
-    """Tiles of one step, of none, and of keys that have to be cleared."""
-    check(of("rows", **{"batch": (2,), "heads_q": 2, "heads_k": 2, **fields}), (0, 1, 2), device=SMALL, residents=2)
+STAYING = {
+    "steps of one tile": {"seq_q": 450, "seq_k": 450, "causal": True},
+    "group": {"seq_q": 270, "seq_k": 330, "heads_q": 4, "causal": True, "dlse": True},
+    "keys that nobody sees": {"seq_q": 200, "seq_k": 520, "causal": "top_left"},
+    "lengths": {"seq_q": 200, "seq_k": 400, "lengths": (400, 150), "window": (150, 20)},
+    "full": {"seq_q": 300, "seq_k": 300},
+}
+staying = pytest.mark.parametrize("fields", STAYING.values(), ids=STAYING)
+staying_forms = pytest.mark.parametrize("form", ["rows", "columns"])
 
 
-def test_blocks_stay_where_tiles_have_few_steps():
-    def stages(**fields) -> int:
-        return config_of(of("rows", batch=(), heads_q=2, heads_k=2, seq_k=200, **fields)).key_stages
+@staying
+@staying_forms
+def test_blocks_stay(form, fields):
+    """Each takes several tiles: of one step, of none, and of keys that have to be cleared."""
+    check(of(form, **{"batch": (2,), "heads_q": 2, "heads_k": 2, **fields}), (0, 1, 2), device=SMALL, residents=2)
 
-    assert [stages(seq_q=n) for n in (128, 17 * 128, 17 * 128 + 1)] == [3, 3, 1]
-    assert [stages(seq_q=n, causal=True) for n in (34 * 128, 34 * 128 + 1)] == [3, 1]
-    assert stages(seq_q=200, window=(10, 10)) == 1
-    assert config_of(of("columns", seq_q=200)).key_stages == 1
+
+@staying
+@staying_forms
+def test_blocks_that_stay_take_turns(form, fields):
+    """Whoever does not wait adds out of turn, and a tile that was taken early would wait for ever."""
+    call, dout, dlse = of(form, **{"batch": (2,), "heads_q": 2, "heads_k": 2, **fields}).call()
+    out, lse = kernels.forward(call, HOPPER, 0, requested="wgmma")
+    expectation, found = Expectation(call, dout, dlse), set()
+    for seed in SEEDS:
+        options = {"requested": "wgmma", "deterministic": True, "residents": 3}
+        gradients = kernels.backward(call, out, lse, dout, dlse, HOPPER, seed, **options)
+        expectation.check_backward(gradients)
+        found.add(b"".join(x.tobytes() for x in gradients))
+    assert len(found) == 1
+
+
+def test_which_blocks_stay():
+    """Those of forms that keep nothing else from one step to the next, and not where few ends are worth it."""
+
+    def found(form: str, **fields) -> tuple[bool, int]:
+        config = config_of(of(form, **{"batch": (), "heads_q": 2, "heads_k": 2, "seq_q": 200, "seq_k": 200, **fields}))
+        return config.stays, config.key_stages
+
+    assert [found(form) for form in FORMS] == [(True, 2), (True, 1), (False, 1), (False, 1), (False, 1)]
+    assert found("rows", window=(10, 10)) == (True, 2)
+    assert found("rows", documents="one") == (False, 1)
+    assert [found("columns", bias=axes)[0] for axes in ("hqk", "h1k", "hq1")] == [False, False, True]
+    long = [{"seq_q": n, "causal": causal} for n in (8192, 8193) for causal in (False, True)]
+    assert [found("columns", **fields)[0] for fields in long] == [True, True, True, False]
+    assert found("rows", seq_q=8193, causal=True) == (True, 2)
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -221,7 +245,8 @@ def test_heads_side_by_side_in_turns():
         case = of(form, **fields)
         return turns_section(case.call()[0].problem, config_of(case))
 
-    assert [(heads(form), heads(form, causal=True)) for form in FORMS] == [(16, 32)] * 3 + [(4, 16), (16, 32)]
+    assert [(heads(form), heads(form, causal=True)) for form in FORMS] == [(32, 32), *[(16, 32)] * 2, (4, 16), (16, 32)]
+    assert heads("rows", batch=(), heads_q=2, heads_k=2, seq_q=2049) == 16
 
 
 #: form, what is wrong, text and what takes its place
@@ -267,17 +292,10 @@ BUGS = [
     ("columns", "dS is overwritten while it is read", "    cursor.wait_empty(shared.gradients);\n    store_operand(shared.ds(cursor.slot), warp_key(own_thread())", "    store_operand(shared.ds(cursor.slot), warp_key(own_thread())"),
     ("columns", "dS is read before it is written", "    of.wait_full(shared.gradients);\n", ""),
     ("columns", "dS is not made visible to wgmma", "warp_key(own_thread()), gradients);\n    fence_proxy_async();", "warp_key(own_thread()), gradients);"),
-    ("columns", "K is overwritten while the other still reads it",
-     "bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K", ""),
-    ("columns", "the last dQ is forgotten", "    issue_dq(dq, cursor, own_keys);\n    wgmma_wait_group<0>();\n    finish_dq(dq, cursor);\n", ""),
+    ("columns", "the last dQ is forgotten", "release_keys();\n    finish_dq(dq, cursor);\n", "release_keys();\n"),
     ("columns", "the warpgroups swap their columns of dQ", "warp % 4 * kGroups + warp / 4", "warp"),
     ("columns", "a head of the group is forgotten", "      tile = begin(work);\n      ++head;\n", "      tile = begin(work);\n"),
     ("columns", "statistics of the other slot", "shared.channels.statistics[cursor.slot];\n    probabilities", "shared.channels.statistics[cursor.slot ^ 1];\n    probabilities"),
-    ("rows", "dQ of a tile's last step takes the next one's K", "keys_of_dq = key_slot(keys_before), keys_of_scores", "keys_of_dq = key_slot(keys.slot), keys_of_scores"),
-    ("rows", "a tile's first step takes the last one's K", "key_slot(kCrosses ? next_slot() : keys.slot)", "key_slot(keys.slot)"),
-    ("rows", "K is given back before dQ of its last step", "      finish_dq(dq, cursor.previous());\n    }\n    if constexpr (kPassesOver)", "    }\n    if constexpr (kPassesOver)"),
-    ("rows", "V is given back while dP is formed", "    wgmma_wait_group<0>();\n    pin(dp);\n    if constexpr (kStays)", "    if constexpr (kStays)"),
-    ("rows", "dK leaves through a place that is still read", "    if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group_read<0>();\n    bar_sync", "    bar_sync"),
     ("rows", "dP is there before dS is used up", "      wgmma_wait_group<1>();\n      pin(dk);", "      pin(dk);"),
     ("rows", "the warpgroups share their queries of dQ", "(kSplitsRows ? group * kDsPanel : 0)", "0"),
     ("split", "P is overwritten while it is read", "    p_cursor.wait_empty(shared.probabilities);\n", ""),
@@ -309,5 +327,42 @@ BUGS = [
 def test_bug_is_noticed(bug):
     form, *sown_bug = bug
     case = of(form, batch=(), heads_q=4, heads_k=2, seq_q=330, seq_k=150)
-    device = replace(HOPPER, multiprocessors=1)  # blocks that stay take all tiles
-    check_bug(Mutant(config_of(of(form)).kernel, *sown_bug), case, device)
+    check_bug(Mutant(config_of(of(form)).kernel, *sown_bug), case)
+
+
+#: form, what is wrong in blocks that stay, text and what takes its place
+STAYING_BUGS = [
+    ("rows", "K is given back before the last dQ", "    wgmma_wait_group<0>();\n    if constexpr (kStays) release_keys();\n",
+     "    if constexpr (kStays) release_keys();\n    wgmma_wait_group<0>();\n"),
+    ("columns", "K is given back before the last dQ", "    wgmma_wait_group<0>();\n    if constexpr (kStays) release_keys();\n",
+     "    if constexpr (kStays) release_keys();\n    wgmma_wait_group<0>();\n"),
+    ("rows", "K is loaded before there is room", "      keys.wait_empty(shared.channels.keys);\n", ""),
+    ("columns", "K is loaded before there is room", "      keys.wait_empty(shared.channels.keys);\n", ""),
+    ("rows", "V is loaded before there is room", "    one.wait_empty(shared.taken.values);\n", ""),
+    ("rows", "V is read before it is there", "    if constexpr (kHasRoom) await_values(key_slot);\n", ""),
+    ("columns", "V is read before it is there", "    if constexpr (!kHasRoom) await_values(tile.slot);\n", ""),
+    ("rows", "scores take K of the tile before", "operand(shared.in.k[key_slot], own_rows())", "operand(shared.in.k[0], own_rows())"),
+    ("rows", "dQ takes K of the tile before", "operand(shared.in.k[key_slot]) +", "operand(shared.in.k[0]) +"),
+    ("rows", "dV leaves through a place that is still read", "    await_place();\n    leave(dv", "    leave(dv"),
+    ("columns", "dV leaves through dS that is still read", "        last.wait_empty(shared.gradients);\n", ""),
+    ("columns", "dS is written where dK still leaves", "    if constexpr (kStays && !kHasRoom) await_place();\n", ""),
+    ("rows", "a tile is taken twice", "    if (!Config::kDeterministic) number += gridDim.x;\n", ""),
+    ("rows", "queries of the last step are never given back",
+     "      release_by_warp(shared.channels.queries, cursor.slot);\n    }\n    if constexpr (kLeavesDq)", "    }\n    if constexpr (kLeavesDq)"),
+    ("columns", "the next tile begins with the last one's queries", "      walk();\n      cursor.advance();\n", "      walk();\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", STAYING_BUGS, ids=lambda bug: f"{bug[0]}-{bug[1]}".replace(" ", "_"))
+def test_bug_of_blocks_that_stay_is_noticed(bug):
+    """One block takes all tiles, of one or two steps each."""
+    form, *sown_bug = bug
+    case = of(form, batch=(), heads_q=2, heads_k=2, seq_q=100, seq_k=500)
+    check_bug(Mutant(config_of(case).kernel, *sown_bug), case)
+
+
+def test_k_may_not_be_overwritten_while_the_other_warpgroup_reads_it():
+    """Where blocks do not stay, dK leaves through its place."""
+    text = "bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K"
+    case = of("columns", batch=(), heads_q=4, heads_k=2, seq_q=330, seq_k=150, bias="h1k")
+    check_bug(Mutant("backward_wgmma", "K is overwritten", text, ""), case)

@@ -80,6 +80,9 @@ template <bool kIsPacked> struct Segment {
   template <int kList, int kTile> static __device__ __forceinline__ int listed_queries(const Params& p) {
     return query_tiles<kTile>(p);
   }
+  template <int kTile> static __device__ __forceinline__ int listed_keys(const Params& p) {
+    return key_tiles<kTile>(p);
+  }
   template <int kList, class P> static __device__ __forceinline__ u32* taken(const P& p) {
     return static_cast<u32*>(p.tile_counter);
   }
@@ -185,6 +188,9 @@ template <> struct Segment<true> {
 
   template <int kList, int kTile, class P> static __device__ __forceinline__ int listed_queries(const P& p) {
     return head_of_list<kList>(p)->tiles;
+  }
+  template <int kTile, class P> static __device__ __forceinline__ int listed_keys(const P& p) {
+    return head_of_list<0>(p)->tiles;
   }
   template <int kList, class P> static __device__ __forceinline__ u32* taken(const P& p) {
     return &head_of_list<kList>(p)->taken;

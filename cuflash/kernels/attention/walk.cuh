@@ -16,7 +16,9 @@ struct Work {
   int steps;
 
   Work() = default;
-  __device__ __forceinline__ Work(const Params& p, int index) {
+  __device__ __forceinline__ Work(const Params& p, int index) { take(p, index); }
+  // In place: a thread with few registers keeps nothing of it in them.
+  __device__ __forceinline__ void take(const Params& p, int index) {
     // Longest first: under a causal mask the first keys are seen by the most queries.
     const Assignment assigned = place.enter_listed_keys<Config::kBlockK>(p, index, p.batch_size * p.heads_k);
     const int first_key = assigned.tile * Config::kBlockK;
