@@ -443,25 +443,6 @@ template <class Storage> struct Consumer {
   }
 };
 
-// All consumers, when nobody reads queries any more: what no query of the tile's heads sees has a gradient of 0.
-__device__ __forceinline__ void clear_hidden_bias(const Params& p, SharedStorage& shared, const Work& work) {
-  if constexpr (Config::kReturnsBias && Visibility::kNarrows) {
-    typedef PanelTile<Config::kBlockQ, kPanelColumns> Panel;
-    static_assert(Panel::kBytes <= sizeof(QueryTile), "a panel of zeros in the place of queries");
-    Panel& zeros = *reinterpret_cast<Panel*>(shared.in.q[0].data);
-    clear_rows_outside<kGroups * kWarpgroupThreads>(zeros, Range{0, 0}, int(threadIdx.x) - kWarpgroupThreads);
-    fence_proxy_async();
-    bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
-    if (threadIdx.x != kWarpgroupThreads) return;
-    const Range seen = work.steps > 0 ? Range{work.first, work.last} : Range{0, 0};
-    for (int head = work.place.head; head < work.place.head + p.group; ++head)
-      for (int tile = 0; tile < Place::query_tiles<Config::kBlockQ>(p); ++tile)
-        if (tile < seen.begin || tile >= seen.end)
-          store_bias_panels(p, zeros, work.batch, head, tile * Config::kBlockQ, work.keys.begin);
-    cp_async_bulk_commit_group();
-  }
-}
-
 __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, const Work& work, int group) {
   Consumer<SharedStorage> consumer(p, shared, work, group);
   await_keys<kAllBarrier, kGroups * kWarpgroupThreads>(p, shared.in, shared.channels, work);
@@ -477,7 +458,6 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     } else {
       consumer.store(shared.in.v, consumer.dv, 1.f, p.dv_map);
       bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // both have finished reading K
-      clear_hidden_bias(p, shared, shared.channels.work);
       consumer.store(shared.in.k[0], consumer.dk, p.scale, p.dk_map);
       if (threadIdx.x % kWarpgroupThreads == 0) cp_async_bulk_wait_group_read<0>();
     }
@@ -589,6 +569,29 @@ template <class Storage> __device__ __forceinline__ void stay(const Params& p, S
   }
 }
 
+// Two warps that have nothing else to do: what no query of the tile's heads sees has a gradient of 0.
+template <class P> __device__ __forceinline__ void clear_hidden_bias(const P& p, const Work& work) {
+  if constexpr (Config::kReturnsBias && Visibility::kNarrows) {
+    typedef Chunk<Element> Piece;
+    constexpr int kPieces = Config::kBlockK * sizeof(Element) / sizeof(Piece), kRows = 64 / kPieces;
+    const int thread = int(threadIdx.x) - 32;
+    const int k = work.keys.begin + thread % kPieces * int(sizeof(Piece) / sizeof(Element));
+    if (k >= p.seq_k) return;
+    const int first = work.steps > 0 ? work.first * Config::kBlockQ : 0;
+    const int last = work.steps > 0 ? work.last * Config::kBlockQ : 0;
+    const i64 step = kRows * p.dbias.row;
+#pragma unroll 1
+    for (int head = work.place.head; head < work.place.head + p.group; ++head)
+#pragma unroll 1
+      for (int part = 0; part < 2; ++part) {
+        int row = (part ? last : 0) + thread / kPieces;
+        Element* at = element_at<Element>(p.dbias, work.place.offset(p.dbias, head), row, k);
+#pragma unroll 1
+        for (; row < (part ? p.seq_q : first); row += kRows, at += step) *reinterpret_cast<Piece*>(at) = Piece{};
+      }
+  }
+}
+
 // One thread: what consumers make of the gradient of a bias.
 __device__ __forceinline__ void return_bias(const Params& p, SharedStorage& shared, const Work& work) {
   Step step(p, work);
@@ -627,6 +630,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     if (leader == 0) produce(p, shared.in, shared.channels, shared, work);
     keep_turns(p, shared.turns_of_dq, work, leader);
     if (kBlocksLeave && threadIdx.x == 96) return_bias(p, shared, work);
+    if (threadIdx.x >= 32 && threadIdx.x < 96) clear_hidden_bias(p, shared.channels.work);
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();
     consume(p, shared, work, group - 1);

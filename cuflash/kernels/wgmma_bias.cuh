@@ -66,15 +66,6 @@ template <> struct BiasWriter<0> {
                                                           bool) {}
 };
 
-// A block of gradients of which all panels are the same.
-template <class Panel, class P>
-__device__ __forceinline__ void store_bias_panels(const P& p, Panel& panel, int batch, int head, int q, int first_k) {
-#pragma unroll
-  for (int k = first_k; k < first_k + Config::kBlockK; k += Panel::kWidth)
-    if (k < p.seq_k)
-      cp_async_bulk_tensor_store(&p.dbias_map, panel.address(), bias_corner(p, p.dbias, batch, head, q, k));
-}
-
 // One thread: takes blocks of gradients that all warps have made to memory, and hands their places back.
 template <int kStages> struct BiasReturner {
   Cursor<Config::kSumsBias ? 1 : kStages> at;

@@ -165,7 +165,7 @@ BUGS = {
     "skipped blocks are kept": ("bias.skip();", ""),
     "blocks are those of the first head": ("view.head ? head : 0", "0"),
     "a place is filled again while it is copied": ("cp_async_bulk_wait_group_read<0>();\n    if", "if"),
-    "gradients of hidden blocks are left alone": ("clear_hidden_bias(p, shared, shared.channels.work);", ""),
+    "gradients of hidden blocks are left alone": ("clear_hidden_bias(p, shared.channels.work);", ""),
     "keys of one head have the bias of another": (
         "      leave_head(head);\n      enter_head();",
         "      leave_head(head);",
