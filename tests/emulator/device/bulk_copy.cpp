@@ -162,10 +162,18 @@ void check_against_copies(Range range, bool write, const char* what) {
 void tensor_load(u32 shared, u64 map, const int* corner, int rank, u32 barrier) {
   issue_load(tensor_copy(BulkCopy::TensorLoad, map, corner, rank, shared, barrier));
 }
+// A box may begin before the array where it is read, but not where it is written (CUDA C++ Programming Guide, "Tensor Memory
+// Access"): an H200 calls the instruction illegal.
+void check_written_corner(const int* corner, int rank) {
+  for (int axis = 0; axis < rank; ++axis)
+    if (corner[axis] < 0) fail("a box that is written begins at %d on axis %d", corner[axis], axis);
+}
 void tensor_store(u64 map, const int* corner, int rank, u32 shared) {
+  check_written_corner(corner, rank);
   issue_store(tensor_copy(BulkCopy::TensorStore, map, corner, rank, shared, 0));
 }
 void tensor_add_f32(u64 map, const int* corner, int rank, u32 shared) {
+  check_written_corner(corner, rank);
   const BulkCopy c = tensor_copy(BulkCopy::TensorAddF32, map, corner, rank, shared, 0);
   if (c.map.element_bytes != 4) fail("a tensor reduction of float32 on a map of %d bytes", c.map.element_bytes);
   issue_store(c);
