@@ -76,7 +76,8 @@ _ORDER: Fields = (("int", "section"),)
 #: what kernels that multiply float32 in planes of float16 keep between them, null for others; in front of the modifiers'
 #: fields, so that those that look at no score are the same for all
 _SPLIT: Fields = (("Pointer", "planes"), ("Pointer", "magnitudes"))
-_PERSISTENT: Fields = (("Pointer", "tile_counter"),)
+#: and tiles of each head, the last ones, that come behind those of all heads
+_PERSISTENT: Fields = (("Pointer", "tile_counter"), ("int", "late"))
 #: `parts` and `part_totals` hold results over parts of the keys, `arrivals` counts them
 _DECODE: Fields = (
     ("View", "lengths"),

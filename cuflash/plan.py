@@ -164,7 +164,7 @@ def plan_forward(
     values = {
         **common_values(problem, getattr(config, "bias_apart", False)),
         "out_vectors": vectors(at["out"], axes),
-        "section": order.section(problem, device.cache_bytes),
+        **order.of_forward(problem, config, device.cache_bytes),
         **of_values,
         **of_segments,
     }

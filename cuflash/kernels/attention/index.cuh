@@ -35,6 +35,16 @@ struct Assignment {
     tile = int(rest / width);
     head = int(first + rest % width);
   }
+  // The same where the last `late` tiles of every head come behind those of all heads.
+  template <class P> __device__ __forceinline__ Assignment(const P& p, int index, int tiles, int heads, int late) {
+    const int early = tiles - late, rest = index - early * heads;
+    if (rest < 0) {
+      *this = Assignment(p, index, early, heads);
+    } else {
+      tile = early + rest / heads;
+      head = rest % heads;
+    }
+  }
 };
 
 // A segment in a list of tiles that has those of long walks first (segment_lists.cu).
@@ -87,9 +97,9 @@ template <bool kIsPacked> struct Segment {
     return static_cast<u32*>(p.tile_counter);
   }
   // Enter the segment of the tile with that place in the list of all heads'; the tile's number in it, and the head.
-  template <int kList, int kTile>
-  static __device__ __forceinline__ Assignment enter_listed_queries(const Params& p, int place, int heads) {
-    return Assignment(p, place, query_tiles<kTile>(p), heads);
+  template <int kList, int kTile, class P>
+  static __device__ __forceinline__ Assignment enter_listed_queries(const P& p, int place, int heads) {
+    return Assignment(p, place, query_tiles<kTile>(p), heads, p.late);
   }
   template <int kTile>
   static __device__ __forceinline__ Assignment enter_listed_keys(const Params& p, int place, int heads) {
