@@ -85,8 +85,10 @@ class ForwardWgmmaTile(NamedTuple):
     optimistic: bool = True
     merged: bool = False  # of 8-bit inputs: what each block of keys adds is summed apart
     out_panels: int = 0  # of the output have a place of their own, while warpgroups fetch the next queries
+    in_place: bool = False  # the output takes the place of its queries, though there are more
     bias_stages: int = 0  # of tiles for calls whose bias comes ahead, in blocks as tall as those of the queries
     max_keys: int = 1 << 31  # that one query sees
+    max_keys_from_end: int = 1 << 31  # the same where tiles count from the end
     max_weight: int = 1 << 31  # schedules/wgmma.py, `weight`
 
 
@@ -235,9 +237,10 @@ FORWARD_WGMMA = (
     # S 16384: 640 and 605 (192 x 112: 641 and 619, 192 x 80: 623 and 580, 128 x 128: 598 and 562)
     ForwardWgmmaTile(96, 192, 96, 3, 1, continuous=False, max_weight=7),
     # S 1024: 586 and 445 (192 x 80: 514 and 381), S 2048: 635 and 483 (616 and 484), causal S 3072: 533 (572), S 4096: 545 (565)
-    ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_keys=2048, max_weight=9),
-    # S 4096: 667 full (128 x 128: 655), S 8192: 718 and 681 (689 and 658), S 16384: 737 and 707 (705 and 672)
-    ForwardWgmmaTile(128, 192, 80, 3, 1, continuous=False, max_weight=7),
+    ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_keys=2048, max_keys_from_end=1024, max_weight=9),
+    # S 2048: causal 551 (128 x 128: 530; one tile of queries, counted from the first query: 525), S 4096: 700 and 619 (682, 600;
+    # 128 x 128: 650, 576), S 8192: 683 causal (685), S 16384: 716 and 722 (705, 725)
+    ForwardWgmmaTile(128, 192, 80, 3, 2, continuous=False, in_place=True, max_weight=7),
     ForwardWgmmaTile(128, 128, 128, 2, 2, continuous=True, max_weight=9),
     ForwardWgmmaTile(128, 128, 64, 3, 2, continuous=True, max_weight=40),
     ForwardWgmmaTile(128, 128, 32, 4, 2, continuous=True),
@@ -255,7 +258,11 @@ FORWARD_WGMMA = (
 # The same kernel with planes of float32 numbers, whose producer has to look up what they count: other tiles for narrow heads.
 FORWARD_WGMMA_PLANE = (
     ForwardWgmmaTile(64, 192, 96, 4, 2, continuous=False, max_weight=7),
-    *(tile for tile in FORWARD_WGMMA if tile.max_head_dim >= 128 and tile[:3] != (192, 128, 128)),
+    *(
+        tile._replace(query_stages=1, in_place=False) if tile.in_place else tile
+        for tile in FORWARD_WGMMA
+        if tile.max_head_dim >= 128 and tile[:3] != (192, 128, 128)
+    ),
 )
 
 # The same kernel where blocks of a bias come ahead of use; H200, 2026-11-30, bf16, B 4, H·d = 2048, S 4096: share of the speed

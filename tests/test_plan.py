@@ -15,6 +15,7 @@ from cuflash.gradients import gradient_sums
 from cuflash.modifiers import ALiBi, BlockMask, Documents, KeyLengths
 from cuflash.place import Placed, merged_batch, placed
 from cuflash.problem import MAX_SEQ, Call, describe
+from cuflash.schedules import order, wgmma
 from tests.cases import DTYPES, STRIDES
 from tests.test_errors import device_array
 
@@ -489,3 +490,21 @@ def test_numbers_that_print_alike_share_no_plan(module):
     for kind in (float, np.float64):
         assert signature(kind(near[0])) not in (None, signature(kind(near[1])))
         assert signature(kind(near[0])) == signature(kind(near[0]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "width_v", "causal", "section", "late"),
+    [
+        ((1, 8, 16384, 256), 256, True, 2, 64),  # two of its heads fit 36 MB
+        ((1, 16, 8192, 192), 128, True, 4, 32),
+        ((1, 4, 8192, 192), 128, True, 4, 0),  # as many heads as fit
+        ((1, 16, 8192, 192), 128, False, 8, 0),  # all tiles take the same time
+        ((4, 16, 4096, 128), 128, True, 32, 0),  # many fit
+        ((16, 16, 1024, 128), 128, True, 64, 0),
+    ],
+)
+def test_short_tiles_of_few_long_heads_come_last(shape, width_v, causal, section, late):
+    arrays = (np.zeros((*shape[:3], width), np.float16) for width in (shape[3], shape[3], width_v))
+    problem = describe(*arrays, causal=causal).problem
+    config = wgmma.forward(problem, 227 << 10, True)
+    assert order.of_forward(problem, config, 60 << 20) == {"section": section, "late": late}

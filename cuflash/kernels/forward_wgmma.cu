@@ -4,8 +4,9 @@
 // memory accelerator load queries, keys and values ahead of use, and in packs another one looks for the tile that comes next.
 // The other warpgroups own 64 query rows each and keep two products in flight: the scores of a block of keys, and P V of the
 // block before, so that the softmax of one block runs under the product of the other.  Where a second tile of queries fits, this
-// pipeline does not stop between tiles.  Where one fits, but part of the output beside it, each warpgroup fetches its own rows of
-// the next tile as soon as it is done with those before: one stores while the other still multiplies.
+// pipeline does not stop between tiles, or if the output has no room beside them, leaves it in the place of its queries until the
+// next tile is at work.  Where one fits, but part of the output beside it, each warpgroup fetches its own rows of the next tile
+// as soon as it is done with those before: one stores while the other still multiplies.
 // Invariants: producer and consumers walk the same blocks in the same order, at least one per tile; keys are walked in
 // descending order, so that hidden ones come first, and a warpgroup hands back unread what none of its own rows sees; what a
 // tile is travels with its queries, and where hidden blocks are passed over, which block it is with its keys; rows that the
@@ -38,15 +39,20 @@ typedef Values<kIsNarrow>::Tile ValueTile;
 constexpr bool kFetches = Config::kOutPanels > 0;
 typedef PanelTile<Config::kBlockQ, kFetches ? Config::kOutPanels * kPanelColumns : Config::kHeadDimV> OutTile;
 constexpr int kOutParts = (panels_of(Config::kHeadDimV) + OutTile::kPanels - 1) / OutTile::kPanels;
+// Where the output takes the place of its queries and others lie in another, nobody waits until it has left.
+constexpr bool kStaysBehind = !Config::kSeparateOut && Config::kQueryStages > 1;
 constexpr int kTileSlots = kFetches ? 2 : Config::kQueryStages;  // in which consumers are told what the tiles are
 
 // A tile of queries, and the rows of the sequence that it belongs to.
 struct Tile : Segment<kPacked>, HeadScales<kHasScales> {
-  int row;                  // the first one; below 0 after the last tile
+  int row;                  // the first one, which where tiles count from the end may lie before the sequence
   int head, head_k, batch;  // of the queries; that of the keys; entry, all batch axes merged
   int key_count;
   Range blocks;  // of keys, that some of the queries see
 
+  // What takes the place of a tile after the last one.
+  __device__ __forceinline__ void set_none() { row = -Config::kBlockQ; }
+  __device__ __forceinline__ bool exists() const { return row > -Config::kBlockQ; }
   __device__ __forceinline__ Range queries() const { return {row, row + Config::kBlockQ}; }
 };
 
@@ -75,13 +81,13 @@ struct SharedStorage : BiasTiles, BiasChannels, FetchedQueries<kFetches> {
   Told told[Config::kStages];  // of the keys in the slots
 
   // Without a place of its own, the output of a warpgroup takes that of its queries, panel by panel.
-  __device__ __forceinline__ OutTile& out() {
-    return *reinterpret_cast<OutTile*>(Config::kSeparateOut ? out_data : q[0].data);
+  __device__ __forceinline__ OutTile& out(int query_slot) {
+    return *reinterpret_cast<OutTile*>(Config::kSeparateOut ? out_data : q[query_slot].data);
   }
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/wgmma.py disagrees");
-static_assert(Config::kSeparateOut || (Config::kQueryStages == 1 && OutTile::kPanels <= QueryTile::kPanels),
-              "the output may only take the place of a single tile of queries that is as wide");
+static_assert(Config::kSeparateOut || OutTile::kPanels <= QueryTile::kPanels,
+              "the output may only take the place of queries that are as wide");
 constexpr bool kTells = Visibility::kHidesTiles || Visibility::kClearsTiles;
 static_assert(!kTells || !(kPacked || kHasPlanes),
               "one thread passes over tiles that are nobody's, or another kernel's");
@@ -91,6 +97,7 @@ static_assert(!Config::kContinuous || (Config::kSeparateOut && Config::kQuerySta
               "the next queries arrive before this output is stored");
 
 typedef MmaFragment<1, Config::kBlockK / 8> ScoreFragment;
+template <> constexpr bool kRangesAsBits<ScoreFragment> = true;
 typedef MmaFragment<1, Config::kHeadDimV / 8> OutFragment;
 typedef OnlineSoftmax<ScoreFragment> Softmax;
 
@@ -109,7 +116,11 @@ __device__ __forceinline__ Tile tile_of(const Params& p, int index) {
   Place place;
   const Assignment assigned =
       place.enter_listed_queries<Config::kSegmentList, Config::kBlockQ>(p, index, p.batch_size * p.heads_q);
-  tile.row = (tiles_of(place.seq_q(p), Config::kBlockQ) - 1 - assigned.tile) * Config::kBlockQ;
+  const int rows = place.seq_q(p);
+  if constexpr (Config::kFromEnd)
+    tile.row = tiles_of(rows, kWarpgroupRows) * kWarpgroupRows - (assigned.tile + 1) * Config::kBlockQ;
+  else
+    tile.row = (tiles_of(rows, Config::kBlockQ) - 1 - assigned.tile) * Config::kBlockQ;
   const HeadOfEntry of(p, assigned.head, p.heads_q);
   tile.head = of.head;
   tile.batch = of.batch;
@@ -119,7 +130,8 @@ __device__ __forceinline__ Tile tile_of(const Params& p, int index) {
   tile.head_k = place.head_k;
   tile.read_scales(p, place);
   place.key_count = tile.key_count = Visibility::key_count(p, place);
-  const Range seen = keys_seen_by_any(p, place, {tile.row, min(tile.seq_q(p), tile.row + Config::kBlockQ)});
+  const Range seen = keys_seen_by_any(
+      p, place, {Config::kFromEnd ? max(tile.row, 0) : tile.row, min(tile.seq_q(p), tile.row + Config::kBlockQ)});
   const int first = seen.begin / Config::kBlockK;
   tile.blocks = {first, max(first + 1, tiles_of(seen.end, Config::kBlockK))};
   return tile;
@@ -222,11 +234,11 @@ struct Taker : KeptCount<kPacked> {
   // The tile at hand, or with heads that planes do not stand for, the first one after these.
   __device__ __forceinline__ Tile tile(const Params& p) {
     Tile tile;
-    tile.row = -1;
+    tile.set_none();
     while (index < this->count(p)) {
       tile = tile_of(p, index);
       if (!kHasPlanes || decisions(p)[tile.batch * p.heads_k + tile.head_k]) break;
-      tile.row = -1;
+      tile.set_none();
       advance();
     }
     return tile;
@@ -242,7 +254,7 @@ __device__ __forceinline__ void look_for_tiles(const Params& p, SharedStorage& s
     const Tile tile = taker.tile(p);
     shared.coming = tile;
     mbarrier_arrive(at.full(shared.comings));
-    if (tile.row < 0) break;
+    if (!tile.exists()) break;
     at.advance();
     at.wait_empty(shared.comings);
     taker.advance();
@@ -262,7 +274,7 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
     if (leads) {
       shared.tiles[place_of(q_at)] = tile;
       const u32 full = q_at.full(shared.queries);
-      if (kFetches || tile.row < 0) {
+      if (kFetches || !tile.exists()) {
         mbarrier_arrive(full);
       } else {
         const DescribedRow at = tile.described_query(p, tile.row, tile.batch);
@@ -351,12 +363,12 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
   load_q(next);
   int block = 0, behind = 0;  // the last one whose keys are loaded, and the one that follows it
   const auto begin_tile = [&] {
-    if (next.row < 0) return;
+    if (!next.exists()) return;
     block = first_block(next);
     behind = load_k(next, block);
   };
   begin_tile();
-  while (next.row >= 0) {
+  while (next.exists()) {
     if constexpr (!kPacked) kept = next;
     const Tile& now = kPacked ? shared.tiles[place_of(q_at.previous())] : kept;
     take_next();
@@ -365,8 +377,9 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
       const int before = block;
       block = behind;
       behind = load_k(now, block);
-      // With the third block of keys the consumers have left the tile before, and its queries are free.
-      if (kTileSlots > 1 && count == 3) {
+      // With the third block of keys the consumers have left the tile before, and its queries are free.  Where its output lies in
+      // their place, a warpgroup frees them in its first step with two blocks, before which it may pass over kStages - 1.
+      if (kTileSlots > 1 && count == (kStaysBehind ? Config::kStages + 2 : 3)) {
         await_next();
         load_q(next);
         announced = true;
@@ -406,12 +419,13 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   RegisterOperand<Config::kBlockK * kBytes / 32> probabilities;
   HeldUnits<kHasScales> held_units;  // of the tile whose scores are at hand
   AddedBias bias(shared, shared);
+  Softmax softmax;
 
   const auto query_slot = [&] { return kFetches ? 0 : q_at.slot; };
   // Waits for it; where it stands in `tiles`, -1 after the last.
   const auto next_tile = [&] {
     q_at.wait_full(shared.queries);
-    return shared.tiles[place_of(q_at)].row < 0 ? -1 : place_of(q_at);
+    return shared.tiles[place_of(q_at)].exists() ? place_of(q_at) : -1;
   };
   const auto issue_scores = [&] {
     wgmma_rows_rows<kScoreDepth, QueryTile, KeyTile>(s, q_operand + query_slot() * (QueryTile::kBytes >> 4),
@@ -443,6 +457,16 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   const auto release_queries = [&] {
     if (Config::kSeparateOut ? hands_back : elected) q_at.release(shared.queries);
   };
+  // So the queries' place is handed back a step later.
+  bool owes = false;
+  const auto release_stored = [&] {
+    if (!kStaysBehind || !owes) return;
+    owes = false;
+    if (elected) {
+      cp_async_bulk_wait_group_read<0>();
+      q_at.previous().release(shared.queries);
+    }
+  };
   // Asks for this warpgroup's own rows of a tile, once none of its warps needs those that are there.
   const auto fetch_queries = [&](const auto& p, auto& shared, int tile) {
     if constexpr (kFetches) {
@@ -451,7 +475,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       const Tile& of = shared.tiles[tile];
       const int own = group * kWarpgroupRows, row = of.row + own;
       // Where it has none, others that nobody looks at: no box may lie outside as a whole.
-      const DescribedRow at = of.described_query(p, row < of.seq_q(p) ? row : of.row, of.batch);
+      const bool exists = row < of.seq_q(p) && (!Config::kFromEnd || row > -kWarpgroupRows);
+      const DescribedRow at = of.described_query(p, exists ? row : Config::kFromEnd ? 0 : of.row, of.batch);
       load_rows<kWarpgroupRows>(shared.q[0], own, p.q_map, shared_address(&shared.fetched[group].full[0]),
                                 {0, at.row, of.head, at.batch}, CachePolicy::kEvictFirst);
     }
@@ -568,26 +593,28 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
         const ScoreFragment at(warp_row(), 0, recomputed(threadIdx.x));
 #pragma unroll
         for (int slot = 0; slot < ScoreFragment::kSlots; ++slot)
-          softmax.move(slot, bias_apart(p, place, done.row + at.row(slot)), units);
+          softmax.move(slot, bias_apart(p, place, max(done.row + at.row(slot), 0)), units);
       }
       softmax.join_sink(p, place, units);
     }
   };
-  const auto store_statistics = [&](Softmax& softmax, const Tile& done, const Place& place, const auto& units) {
+  const auto store_statistics = [&](Softmax& softmax, const Tile& done) {
+    const auto held = units_of<kHasScales>(p, done);
+    const Place place = rows_of(done);
     const auto rows = [&]() -> Range { return {done.row, min(place.seq_q(p), done.row + Config::kBlockQ)}; };
-    store_lse(softmax, ScoreFragment(warp_row(), 0, recomputed(threadIdx.x)), p, place, rows(), units);
+    store_lse(softmax, ScoreFragment(warp_row(), 0, recomputed(threadIdx.x)), p, place, rows(), in_units(p, held));
   };
   // As much of the output as there is room for at once.
-  const auto store_part = [&](const auto& p, int part, const Tile& done, const auto& factor) {
+  const auto store_part = [&](const auto& p, int part, const Tile& done,
+                              const float (&factors)[ScoreFragment::kSlots]) {
     if constexpr (!kIsWide) {
       constexpr int kSize = kOutParts == 1 ? OutFragment::kSize : OutTile::kPanels * OutTile::kWidth / 2;
       const int begin = part * kSize;
-      OutTile& out = shared.out();
+      OutTile& out = shared.out(q_at.slot);
       if (Config::kSeparateOut) {
         if (elected) cp_async_bulk_wait_group_read<0>();
         bar_sync(kGroupBarrier + group, kWarpgroupThreads);
       }
-      const float factors[] = {factor(0), factor(1)};  // of a thread's rows
       store_accumulator<OutElement, kSize>(out, warp_row(), [&](int i) {
         return begin + i < OutFragment::kSize ? scaled(o[begin + i], factors[OutFragment::slot(i)]) : 0.f;
       });
@@ -596,30 +623,35 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       if (elected) {
         const int first = group * kWarpgroupRows;
         const DescribedRow at = done.described_query(p, done.row + first, done.batch);
-        if (!kPacked || done.row + first < done.seq_q(p))
+        if ((!kPacked || done.row + first < done.seq_q(p)) && (!Config::kFromEnd || done.row + first > -kWarpgroupRows))
           store_panels(out, first, p.out_map, {2 * begin, at.row, done.head, at.batch},
                        panels_of(Config::kHeadDimV - 2 * begin));
         cp_async_bulk_commit_group();
-        if (!Config::kSeparateOut) cp_async_bulk_wait_group_read<0>();
+        if (!Config::kSeparateOut && !kStaysBehind) cp_async_bulk_wait_group_read<0>();
       }
     }
   };
-  const auto store = [&](Softmax& softmax, int tile) {
-    const Tile& done = shared.tiles[tile];
+  // After the last block of a tile: the factors of the output of a thread's rows.
+  const auto conclude = [&](Softmax& softmax, const Tile& done, float (&factors)[ScoreFragment::kSlots]) {
     const auto held = units_of<kHasScales>(p, done);
-    const auto& units = in_units(p, held);
-    finish(softmax, done, units);
-    if constexpr (!kIsWide) {
-      store_part(p, 0, done, [&](int slot) { return softmax.inverse(slot) * value_scale(done); });
-      if (!Config::kSeparateOut) release_queries();
-    }
-    const Place place = rows_of(done);
-    store_statistics(softmax, done, place, units);
-    if constexpr (kIsWide) {
-      const auto rows = [&]() -> Range { return {done.row, min(place.seq_q(p), done.row + Config::kBlockQ)}; };
-      const float inverse[] = {softmax.inverse(0), softmax.inverse(1)};
+    finish(softmax, done, in_units(p, held));
 #pragma unroll
-      for (int i = 0; i < OutFragment::kSize; ++i) o[i] = scaled(o[i], inverse[OutFragment::slot(i)]);
+    for (int slot = 0; slot < ScoreFragment::kSlots; ++slot)
+      factors[slot] = softmax.inverse(slot) * (kIsWide ? 1.f : value_scale(done));
+  };
+  // The output, or as much of it as there is room for at once.
+  const auto store = [&](const Tile& done, const float (&factors)[ScoreFragment::kSlots]) {
+    if constexpr (!kIsWide) {
+      store_part(p, 0, done, factors);
+      if constexpr (kStaysBehind)
+        owes = true;
+      else if (!Config::kSeparateOut)
+        release_queries();
+    } else {
+      const Place place = rows_of(done);
+      const auto rows = [&]() -> Range { return {done.row, min(place.seq_q(p), done.row + Config::kBlockQ)}; };
+#pragma unroll
+      for (int i = 0; i < OutFragment::kSize; ++i) o[i] = scaled(o[i], factors[OutFragment::slot(i)]);
       // By itself: the product of both factors may be no number.
       const float unit = value_scale(done);
       store_rows(o, OutFragment(warp_row(), 0, recomputed(threadIdx.x)), matrix<OutElement>(p.out, place.offset(p.out)),
@@ -632,7 +664,6 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
   fetch_queries(p, shared, tile);
   Work work(p, shared.tiles[tile], group);
   held_units = units_of<kHasScales>(p, shared.tiles[tile]);
-  Softmax softmax;
   await_first(work);
   await_queries(shared);
   wgmma_fence();
@@ -654,6 +685,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       v_at.wait_full(shared.values);
       wgmma_fence();
       issue_output();
+      release_stored();
       // Only the first block reaches beyond the last key.
       const bool open = !(Visibility::kNarrows || kTells) || block.is_open(work);
       const bool guesses = kGuesses && open && (kAsksAnew || trusted);
@@ -669,10 +701,17 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     }
 
     if (Config::kSeparateOut) release_queries();
+    release_stored();
     clean_values(work, block.number);
-    Softmax done = softmax;
-    const int done_tile = tile;
+    const Tile& done = shared.tiles[tile];
+    Softmax of_done = softmax;
     softmax = Softmax();
+    float factors[ScoreFragment::kSlots];
+    // What needs no output yet, under its last product.
+    const auto conclude_early = [&] {
+      conclude(of_done, done, factors);
+      store_statistics(of_done, done);
+    };
     if constexpr (Config::kContinuous) {
       q_at.advance();
       tile = next_tile();
@@ -694,21 +733,16 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       pin_output();
       pin(probabilities);
       release_values();
-      store(done, done_tile);
+      conclude(of_done, done, factors);
+      store(done, factors);
+      store_statistics(of_done, done);
       if (tile < 0) break;
     } else if constexpr (kFetches) {
       q_at.advance();
       tile = next_tile();
       fetch_queries(p, shared, tile);
       issue_last_output();
-      // What needs no output yet is done under its last product.
-      const Tile& of = shared.tiles[done_tile];
-      const auto held = units_of<kHasScales>(p, of);
-      const auto& units = in_units(p, held);
-      finish(done, of, units);
-      const float inverse[] = {done.inverse(0) * value_scale(of), done.inverse(1) * value_scale(of)};
-      const auto factor = [&](int slot) { return inverse[slot]; };
-      store_statistics(done, of, rows_of(of), units);
+      conclude_early();
       if (tile >= 0) {
         work = Work(p, shared.tiles[tile], group);
         held_units = units_of<kHasScales>(p, shared.tiles[tile]);
@@ -717,7 +751,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       pin_output();
       pin(probabilities);
       release_values();
-      store_part(p, 0, of, factor);
+      store(done, factors);
       if (tile >= 0) {
         await_first(work);
         await_queries(shared);
@@ -725,18 +759,19 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
       wgmma_fence();
       issue_scores();  // after the last tile: of what lies there, and not used
 #pragma unroll
-      for (int part = 1; part < kOutParts; ++part) store_part(p, part, of, factor);
+      for (int part = 1; part < kOutParts; ++part) store_part(p, part, done, factors);
       wgmma_wait_group<0>();
       pin(s);
       if (tile < 0) break;
       first_step(softmax, work);
     } else {
       issue_last_output();
+      conclude_early();
       wgmma_wait_group<0>();
       pin_output();
       pin(probabilities);
       release_values();
-      store(done, done_tile);
+      store(done, factors);
       q_at.advance();
       tile = next_tile();
       if (tile < 0) break;

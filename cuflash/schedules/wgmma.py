@@ -93,11 +93,14 @@ class ForwardWgmma:
     returns_bias: bool = False
     sums_bias: bool = False
     segment_list: int = 0  # of packed sequences, of which the tiles are taken
+    from_end: bool = False  # the last tile ends with the queries, and the first one may begin before them
 
     #: blocks stay and take tile after tile, so there are no more of them than the device holds at once
     persistent = True
     #: copies go through tensor maps or not at all
     aligned = True
+    #: the shorter half of all heads' tiles may come behind all others (schedules/order.py)
+    keeps_late = True
 
     @property
     def threads(self) -> int:
@@ -522,6 +525,16 @@ def longest_walk(problem: Problem) -> int:
     return longest
 
 
+def counts_from_end(problem: Problem) -> bool:
+    """Whether tiles of queries end where these do, to within the rows of a warpgroup.
+
+    Under a causal mask the last queries see the most keys: warpgroups without queries are better off in the first tile.
+    Nothing may be read or written that lies before the first query.
+    """
+    kinds = {m.kind for m in problem.modifiers}
+    return problem.modifier("causal") is not None and kinds <= {"range", "sum", "units"}
+
+
 def fitting_forwards(problem: Problem, shared_limit: int, bias: str = "") -> Iterator[ForwardWgmma]:
     """The tiles of the table that take the head sizes and the keys, leave registers for the modifiers, and fit.
 
@@ -541,11 +554,14 @@ def limited_forwards(
     modifiers = weight(problem, bias)
     looks = any(m.knows_tiles() for m in problem.modifiers)
     has_planes = problem.dtype == "float32"  # schedules/split_wgmma.py
+    from_end = not (problem.is_packed or has_planes or bias) and counts_from_end(problem)
     tables: Mapping[str, tuple[tuning.ForwardWgmmaTile, ...]]
     tables = {NARROW: tuning.FORWARD_WGMMA_E4M3, "float32": tuning.FORWARD_WGMMA_PLANE}
     ahead = {"blocks": tuning.FORWARD_WGMMA_BIAS, "row": tuning.FORWARD_WGMMA_ROW}.get(bias, ()) if not narrow else ()
     for tile in (*ahead, *tables.get(problem.dtype, tuning.FORWARD_WGMMA)):
-        if max(head_dim, head_dim_v) > tile.max_head_dim or keys > tile.max_keys or modifiers > tile.max_weight:
+        if max(head_dim, head_dim_v) > tile.max_head_dim or modifiers > tile.max_weight:
+            continue
+        if keys > min(tile.max_keys, tile.max_keys_from_end if from_end else tile.max_keys):
             continue
         groups = tile.block_q // GROUP_ROWS
         bias_rows, bias_stages = {"blocks": (tile.block_q, tile.bias_stages), "row": (1, tile.stages)}.get(bias, (0, 0))
@@ -560,7 +576,7 @@ def limited_forwards(
             block_k=tile.block_k,
             stages=tile.stages,
             query_stages=tile.query_stages,
-            separate_out=tile.query_stages > 1 or wide_out or narrow or out_panels > 0,
+            separate_out=(tile.query_stages > 1 and not tile.in_place) or wide_out or narrow or out_panels > 0,
             continuous=tile.continuous,
             optimistic=tile.optimistic,
             producer_registers=producer,
@@ -569,6 +585,7 @@ def limited_forwards(
             bias_rows=bias_rows if bias_stages else 0,
             bias_stages=bias_stages,
             out_panels=out_panels,
+            from_end=from_end,
         )
         if config.shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit:
             yield config, tile.max_keys

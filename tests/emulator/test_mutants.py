@@ -49,11 +49,15 @@ HOPPER_TILES = {
     "two tiles": HOPPER._replace(continuous=False),
     "one tile": HOPPER._replace(continuous=False, query_stages=1),
     "fetched": HOPPER._replace(continuous=False, query_stages=1, out_panels=1),
+    "in place": HOPPER._replace(block_q=192, continuous=False, stages=3, in_place=True),
 }
 HOPPER_CASES = {
     # three tiles of queries, the last of 14 rows; up to five blocks of keys, the last of which ends inside; NaN behind it
     "long": Case("long", "float16", heads_q=3, heads_k=1, seq_q=270, seq_k=150, window=(100, 0), lengths=(150, 37)),
     "late": Case("late", "float16", seq_q=141, seq_k=110, values="dominant key late", scale=2.0, lengths=(110, 70)),
+    # two tiles of 192 queries, of which the first has a warpgroup with the first query and two without any
+    "causal": Case("causal", "float16", heads_q=3, heads_k=1, seq_q=241, seq_k=241, causal=True),
+    "steep": Case("steep", "float16", heads_q=3, heads_k=1, seq_q=700, seq_k=700, causal=True),
     "wide": Case("wide", "float16", seq_q=141, seq_k=70, head_dim=136, head_dim_v=88, window=(60, 0), lengths=(70, 40)),
 }
 
@@ -264,8 +268,8 @@ MUTANTS += [
            "clean_values(work, block.number); k_at.wait_full(shared.keys);", "clean_values(work, block.number);"),
     hopper("blocks are counted from the wrong end", "number = work.last;", "number = work.first + 1;"),
     hopper("values are not waited for",
-           "v_at.wait_full(shared.values); wgmma_fence(); issue_output(); // Only the first",
-           "wgmma_fence(); issue_output(); // Only the first", case="late"),
+           "v_at.wait_full(shared.values); wgmma_fence(); issue_output(); release_stored();",
+           "wgmma_fence(); issue_output(); release_stored();", case="late"),
     hopper("the last values are not waited for",
            "v_at.wait_full(shared.values); wgmma_fence(); issue_output(); wgmma_wait_group<1>(); pin(s); if",
            "wgmma_fence(); issue_output(); wgmma_wait_group<1>(); pin(s); if", case="late"),
@@ -292,11 +296,11 @@ MUTANTS += [
            "wgmma_wait_group<0>(); pin_output(); pin(probabilities); release_values(); probabilities.pack<Element>(s);",
            "probabilities.pack<Element>(s); wgmma_wait_group<0>(); pin_output(); pin(probabilities); release_values();"),
     hopper("the output is stored while it is made",
-           "wgmma_wait_group<0>(); pin_output(); pin(probabilities); release_values(); store(done, done_tile); if",
-           "release_values(); store(done, done_tile); wgmma_wait_group<0>(); if"),
+           "wgmma_wait_group<0>(); pin_output(); pin(probabilities); release_values(); conclude(of_done, done, factors); store(done, factors);",
+           "release_values(); conclude(of_done, done, factors); store(done, factors); wgmma_wait_group<0>();"),
     hopper("the output is stored while it is made between tiles",
-           "wgmma_wait_group<0>(); pin_output(); pin(probabilities); release_values(); store(done, done_tile); q_at",
-           "release_values(); store(done, done_tile); wgmma_wait_group<0>(); q_at", tile="two tiles"),
+           "wgmma_wait_group<0>(); pin_output(); pin(probabilities); release_values(); store(done, factors); q_at",
+           "release_values(); store(done, factors); wgmma_wait_group<0>(); q_at", tile="two tiles"),
     hopper("registers are not handed to the products",
            "pin(probabilities); wgmma_fence(); issue_scores(); v_at", "pin(probabilities); issue_scores(); v_at"),
     hopper("the barriers are used before they exist",
@@ -315,19 +319,19 @@ MUTANTS += [
            "tile = next_tile(); // the grid",
            "tile = next_tile(); release_queries(); // the grid"),
     hopper("queries are given back before the output has left their place",
-           "if (!Config::kSeparateOut) cp_async_bulk_wait_group_read<0>();", "", tile="one tile"),
+           "if (!Config::kSeparateOut && !kStaysBehind) cp_async_bulk_wait_group_read<0>();", "", tile="one tile"),
     hopper("queries are given back before the output lies in their place",
            "softmax.finish(); if constexpr", "softmax.finish(); if (!Config::kSeparateOut) release_queries(); if constexpr", tile="one tile"),
     hopper("queries are never given back", "if (Config::kSeparateOut) release_queries();", ""),
     hopper("values are never given back",
-           "release_values(); store(done, done_tile); if", "v_at.advance(); store(done, done_tile); if"),
+           "release_values(); conclude(of_done, done, factors);", "v_at.advance(); conclude(of_done, done, factors);"),
     hopper("every thread gives keys back",
            "if (hands_back) k_at.release(shared.keys);", "k_at.release(shared.keys);"),
     hopper("one warpgroup gives keys back for all", "shared.keys.init(kReaders);", "shared.keys.init(kReaders / kGroups);"),
     hopper("one warpgroup gives queries back for all", "Config::kSeparateOut ? kReaders : kGroups", "Config::kSeparateOut ? kReaders / kGroups : 1"),
     # ---- the producer
     hopper("a tile has no number", "shared.tiles[place_of(q_at)] = tile;", ""),
-    hopper("the end is not told", "tile.row < 0) { mbarrier_arrive(full); }", "tile.row < 0) { ; }"),
+    hopper("the end is not told", "!tile.exists()) { mbarrier_arrive(full); }", "!tile.exists()) { ; }"),
     hopper("the last values of a tile are not loaded",
            "if (!kFetches) load_v(now, last); } else", "} else"),
     hopper("values are those of the block of keys", "load_v(now, before);", "load_v(now, block);"),
@@ -364,8 +368,27 @@ MUTANTS += [
     hopper("all parts of the output are the first", "scaled(o[begin + i],", "scaled(o[i],", case="wide", tile="fetched"),
     hopper("all parts of the output leave for the first columns", "{2 * begin, at.row", "{0, at.row", case="wide", tile="fetched"),
     hopper("a part of the output is stored while it is made",
-           "wgmma_wait_group<0>(); pin_output(); pin(probabilities); release_values(); store_part(p, 0, of, factor);",
-           "release_values(); store_part(p, 0, of, factor); wgmma_wait_group<0>();", tile="fetched"),
+           "wgmma_wait_group<0>(); pin_output(); pin(probabilities); release_values(); store(done, factors); if (tile >= 0) {",
+           "release_values(); store(done, factors); wgmma_wait_group<0>(); if (tile >= 0) {", tile="fetched"),
+    # ---- an output that leaves out of the place of its queries
+    hopper("queries are given back before the output has left their place, a step later",
+           "cp_async_bulk_wait_group_read<0>(); q_at.previous().release", "q_at.previous().release", tile="in place"),
+    hopper("queries whose output has left are never given back", "owes = true;", ";", tile="in place"),
+    hopper("the queries at hand are given back for those before",
+           "q_at.previous().release(shared.queries);", "q_at.release(shared.queries);", tile="in place"),
+    hopper("the output takes the place of other queries", "shared.out(q_at.slot)", "shared.out(q_at.slot ^ 1)", tile="in place"),
+    hopper("the next queries are waited for before blocks that are passed over",
+           "(kStaysBehind ? Config::kStages + 2 : 3)", "3", case="steep", tile="in place"),
+    # ---- tiles that count from the last query
+    hopper("rows before the first query are stored",
+           "done.row + first > -kWarpgroupRows", "true", case="causal", tile="in place"),
+    hopper("sums of rows before the first query are stored",
+           "u32(r) < u32(rows.end)", "r < rows.end", case="causal", tile="in place"),
+    hopper("tiles begin where warpgroups do not",
+           "tiles_of(rows, kWarpgroupRows) * kWarpgroupRows -", "rows -", case="causal", tile="in place"),
+    hopper("a key of eight is hidden", "min(inside % 8, 2)", "min(inside % 8, 1)", case="causal", tile="in place"),
+    hopper("short tiles that come last are the long ones", "tile = early + rest / heads;", "tile = rest / heads;", case="causal", tile="in place"),
+    hopper("short tiles that come last are forgotten", "if (rest < 0) {", "if (true) {", case="causal", tile="in place"),
     # ---- blocks that only other warpgroups see
     hopper("a block too many is skipped",
            "seen = tiles_of(keys_seen_by_any(p, place, rows).end, Config::kBlockK)", "seen = keys_seen_by_any(p, place, rows).end / Config::kBlockK"),
@@ -400,7 +423,7 @@ MUTANTS += [
            "if (moved) Softmax::rescale<OutFragment>(o, alpha);", "", case="late"),
     hopper("sums are those of a thread's columns", "softmax.finish();", ""),
     hopper("rows of a thread share their sum",
-           "{factor(0), factor(1)}", "{factor(0), factor(0)}"),
+           "factors[slot] = softmax.inverse(slot)", "factors[slot] = softmax.inverse(0)"),
     hopper("all warpgroups have the first one's rows",
            "return group * kWarpgroupRows + recomputed(threadIdx.x)", "return recomputed(threadIdx.x)"),
     hopper("output rows are those of the first warpgroup",
@@ -441,6 +464,8 @@ def force(monkeypatch):
         if name in HOPPER_TILES:
             monkeypatch.setattr(tuning, "FORWARD_WGMMA", (HOPPER_TILES[name],))
             monkeypatch.setattr(order, "EVEN_SECTION", 4)  # of 6 heads
+            if HOPPER_TILES[name].in_place:
+                monkeypatch.setattr(order, "CACHE_BYTES", 1)  # few heads fit: short tiles come last
             return
         monkeypatch.setattr(tuning, "FORWARD_MMA", (TILES[name][0],))
         monkeypatch.setattr(tuning, "BACKWARD_MMA", (TILES[name][1],))

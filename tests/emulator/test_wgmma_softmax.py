@@ -28,6 +28,7 @@ TILES = {
 SMALL = tuning.ForwardWgmmaTile(64, 128, 32, 2, 2, continuous=True)
 DEEP = SMALL._replace(stages=6)
 FETCHED = SMALL._replace(query_stages=1, continuous=False, out_panels=1)
+PLACED = SMALL._replace(continuous=False, in_place=True)
 BIASED = SMALL._replace(bias_stages=3)
 
 
@@ -70,7 +71,7 @@ def test_every_pattern(force, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", LARGEST)
-@pytest.mark.parametrize("tile", [SMALL, DEEP, FETCHED], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, DEEP, FETCHED, PLACED], ids=str)
 def test_every_pattern_under_every_schedule(force, tile, dtype):
     force(tile)
     check(*plain_call(tile, (64, 64), dtype), SEEDS)
@@ -123,7 +124,7 @@ def test_patterns_under_a_mask_beside_a_bias(force, mask):
 
 
 @pytest.mark.parametrize("scores", ["small", "far"])
-@pytest.mark.parametrize("tile", [SMALL, *tuning.FORWARD_WGMMA[:3]], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, PLACED, *tuning.FORWARD_WGMMA[:3]], ids=str)
 def test_a_guess_that_holds_changes_no_bit(force, tile, scores):
     """And far scores, with whose rounding a guess would not hold, are never guessed at."""
     rng, results = np.random.default_rng(0), []

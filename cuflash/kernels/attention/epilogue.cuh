@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_row_values(const View& to, const Fragment&
 #pragma unroll
   for (int slot = 0; slot < Fragment::kSlots; ++slot) {
     const int r = rows.begin + f.row(slot);
-    if (r < rows.end) values[r * to.row] = value(slot);
+    if (u32(r) < u32(rows.end)) values[r * to.row] = value(slot);  // none before the first, either
   }
 }
 template <class Softmax, class Fragment, class P>

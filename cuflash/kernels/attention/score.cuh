@@ -25,8 +25,9 @@ template <class Fragment> struct Positions {
   }
 };
 
-// Columns of the tile that each of the thread's rows may see.
-template <class Fragment> struct RowRanges {
+// Columns of the tile that each of the thread's rows may see; a schedule may choose the second form for its fragment.
+template <class Fragment> constexpr bool kRangesAsBits = false;
+template <class Fragment, bool kAsBits = kRangesAsBits<Fragment>> struct RowRanges {
   Range columns[Fragment::kSlots];
 
   __device__ __forceinline__ RowRanges(const Fragment& f, const Params& p, const Place& place, Corner corner) {
@@ -42,6 +43,35 @@ template <class Fragment> struct RowRanges {
     const Range r = columns[Fragment::slot(i)];
     return f.column(i) >= r.begin && f.column(i) < r.end;
   }
+};
+// The same as a bit for each of the thread's elements, of which the assembler makes predicates seven at a time.
+template <class Fragment> struct RowRanges<Fragment, true> {
+  static constexpr int kOfRow = Fragment::kSize / Fragment::kSlots, kWords = (kOfRow + 31) / 32;
+  u32 seen[Fragment::kSlots][kWords];
+
+  __device__ __forceinline__ RowRanges(const Fragment& f, const Params& p, const Place& place, Corner corner) {
+    const int first = corner.k + f.first_column;
+#pragma unroll
+    for (int slot = 0; slot < Fragment::kSlots; ++slot) {
+      const Range keys = visible_keys(p, place, corner.q + f.row(slot));
+      const int begin = elements_before(keys.begin - first), end = elements_before(keys.end - first);
+#pragma unroll
+      for (int word = 0; word < kWords; ++word)
+        seen[slot][word] = bits_below(end - 32 * word) & ~bits_below(begin - 32 * word);
+    }
+  }
+  __device__ __forceinline__ bool contains(const Fragment&, int i) const {
+    const int of_row = Fragment::column_index(i);
+    return seen[Fragment::slot(i)][of_row / 32] >> of_row % 32 & 1;
+  }
+
+ private:
+  // Of a row's elements in this thread, two of eight columns, those in front of a column.
+  static __device__ __forceinline__ int elements_before(int column) {
+    const int inside = max(column, 0);
+    return inside / 8 * 2 + min(inside % 8, 2);
+  }
+  static __device__ __forceinline__ u32 bits_below(int count) { return count >= 32 ? ~0u : (1u << max(count, 0)) - 1; }
 };
 
 // Scores of the backward also carry the derivative of the modifiers, 1 where there is none.
