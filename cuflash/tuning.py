@@ -255,14 +255,11 @@ FORWARD_WGMMA = (
     ForwardWgmmaTile(256, 128, 16, 2, 1, continuous=False),
 )
 
-# The same kernel with planes of float32 numbers, whose producer has to look up what they count: other tiles for narrow heads.
-FORWARD_WGMMA_PLANE = (
-    ForwardWgmmaTile(64, 192, 96, 4, 2, continuous=False, max_weight=7),
-    *(
-        tile._replace(query_stages=1, in_place=False) if tile.in_place else tile
-        for tile in FORWARD_WGMMA
-        if tile.max_head_dim >= 128 and tile[:3] != (192, 128, 128)
-    ),
+# The same kernel with planes of float32 numbers, whose output does not take the place of its queries.
+FORWARD_WGMMA_PLANE = tuple(
+    tile._replace(query_stages=1, in_place=False) if tile.in_place else tile
+    for tile in FORWARD_WGMMA
+    if tile[:3] != (192, 128, 128)
 )
 
 # The same kernel where blocks of a bias come ahead of use; H200, 2026-11-30, bf16, B 4, H·d = 2048, S 4096: share of the speed

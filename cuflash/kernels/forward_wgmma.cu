@@ -1,7 +1,7 @@
 // Forward on Hopper's tensor cores by wgmma (sm_90a, float16 and bfloat16; 8-bit inputs with 16-bit outputs).
 //
 // Job: blocks stay on their multiprocessor and work through tiles of queries.  Warpgroup 0 produces: one thread has the tensor
-// memory accelerator load queries, keys and values ahead of use, and in packs another one looks for the tile that comes next.
+// memory accelerator load queries, keys and values ahead of use, and in packs or with planes another one looks for the next tile.
 // The other warpgroups own 64 query rows each and keep two products in flight: the scores of a block of keys, and P V of the
 // block before, so that the softmax of one block runs under the product of the other.  Where a second tile of queries fits, this
 // pipeline does not stop between tiles, or if the output has no room beside them, leaves it in the place of its queries until the
@@ -76,7 +76,7 @@ struct SharedStorage : BiasTiles, BiasChannels, FetchedQueries<kFetches> {
   Channel<kTileSlots> queries;
   Channel<Config::kStages> keys, values;
   Tile tiles[2 * kTileSlots];  // twice as many: one is still asked about when its queries have been replaced
-  Tile coming;                 // in packs
+  Tile coming;                 // that another thread has found
   Channel<1> comings;
   Told told[Config::kStages];  // of the keys in the slots
 
@@ -245,8 +245,9 @@ struct Taker : KeptCount<kPacked> {
   }
 };
 
-// In packs it takes time to find a tile's segment, so another thread looks for the next one when the loads of
-// this one begin.
+// It takes time to find a tile's segment in packs, and what planes count, so another thread looks for the next tile.  The one that
+// loads has no registers for that either.
+constexpr bool kLooksForTiles = kPacked || kHasPlanes;
 __device__ __forceinline__ void look_for_tiles(const Params& p, SharedStorage& shared) {
   Cursor<1> at;
   Taker taker(p);
@@ -259,7 +260,16 @@ __device__ __forceinline__ void look_for_tiles(const Params& p, SharedStorage& s
     at.wait_empty(shared.comings);
     taker.advance();
   }
+  if (!kPacked && taker.taken) restart_counter(taker.taken);
 }
+
+// A block takes its next tile when it has to load so many blocks of keys of this one, or fewer: early enough for what has to be
+// looked up first, and late enough that whoever is done first takes the longest tile that is left.  With two stages and consumers
+// that do not stop between tiles a look-up in the middle of a tile would be waited for: there the next one is taken when a tile
+// begins, and so it is where the producer has no registers left.
+constexpr int kBlocksAhead = 4;
+constexpr bool kTakesLate =
+    !(kPacked || kTells || kBringsBias) && (kLooksForTiles || Config::kStages > 2 || !Config::kContinuous);
 
 // One thread: loads in the order in which the consumers use what is loaded.  Where it passes over hidden blocks a whole warp,
 // whose lanes look at one block each, 32 ahead; the first one does the rest.
@@ -342,10 +352,10 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
 
   Taker taker(p);
   Cursor<1> coming_at;
-  Tile kept, kept_next;  // in packs both lie in shared memory
-  Tile& next = kPacked ? shared.coming : kept_next;
+  Tile kept, kept_next;  // both lie in shared memory where another thread looks for them
+  Tile& next = kLooksForTiles ? shared.coming : kept_next;
   const auto take_next = [&] {
-    if constexpr (kPacked) {
+    if constexpr (kLooksForTiles) {
       coming_at.release(shared.comings);
       coming_at.advance();
     } else {
@@ -355,10 +365,10 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
     }
   };
   const auto await_next = [&] {
-    if constexpr (kPacked) coming_at.wait_full(shared.comings);
+    if constexpr (kLooksForTiles) coming_at.wait_full(shared.comings);
   };
 
-  if constexpr (!kPacked) next = taker.tile(p);
+  if constexpr (!kLooksForTiles) next = taker.tile(p);
   await_next();
   load_q(next);
   int block = 0, behind = 0;  // the last one whose keys are loaded, and the one that follows it
@@ -369,23 +379,29 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
   };
   begin_tile();
   while (next.exists()) {
-    if constexpr (!kPacked) kept = next;
-    const Tile& now = kPacked ? shared.tiles[place_of(q_at.previous())] : kept;
-    take_next();
-    bool announced = false;
+    if constexpr (!kLooksForTiles) kept = next;
+    const Tile& now = kLooksForTiles ? shared.tiles[place_of(q_at.previous())] : kept;
+    bool taken = !kTakesLate, announced = false;
+    if constexpr (!kTakesLate) take_next();
     for (int count = 2; behind >= now.blocks.begin; ++count) {
       const int before = block;
       block = behind;
       behind = load_k(now, block);
+      if (kTakesLate && !taken && behind - now.blocks.begin < kBlocksAhead) {
+        take_next();
+        taken = true;
+      }
       // With the third block of keys the consumers have left the tile before, and its queries are free.  Where its output lies in
       // their place, a warpgroup frees them in its first step with two blocks, before which it may pass over kStages - 1.
-      if (kTileSlots > 1 && count == (kStaysBehind ? Config::kStages + 2 : 3)) {
+      constexpr int kFree = kStaysBehind ? Config::kStages + 2 : 3;
+      if (kTileSlots > 1 && (kTakesLate ? taken && !announced && count >= kFree : count == kFree)) {
         await_next();
         load_q(next);
         announced = true;
       }
       load_v(now, before);
     }
+    if (kTakesLate && !taken) take_next();
     const int last = block;
     if (!announced) await_next();
     if (kTileSlots > 1) {
@@ -399,7 +415,7 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
       load_q(next);
     }
   }
-  if (!kPacked && leads && taker.taken) restart_counter(taker.taken);
+  if (!kLooksForTiles && leads && taker.taken) restart_counter(taker.taken);
 }
 
 // One warpgroup.
@@ -796,7 +812,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     shared.keys.init(kReaders);
     shared.init_bias(kGroups * kWarpgroupThreads / 32);
     shared.values.init(kGroups);
-    if constexpr (kPacked) shared.comings.init(1);
+    if constexpr (kLooksForTiles) shared.comings.init(1);
     [](auto& shared) {
       if constexpr (kFetches)
         for (auto& queries : shared.fetched) queries.init(1);
@@ -809,12 +825,13 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
       if constexpr (!kIsWide) prefetch_tensormap(&p.out_map);
     }(p);
   }
+  if constexpr (Config::kProgrammatic) griddepcontrol_wait();  // in front of the first look at an array, by every block
   __syncthreads();
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x / kWarpgroupThreads), 0);
   if (group == 0) {
     setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x < kProducers) produce(p, shared);
-    if (kPacked && threadIdx.x == 32) look_for_tiles(p, shared);
+    if (kLooksForTiles && threadIdx.x == 32) look_for_tiles(p, shared);
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();
     consume(p, shared, group - 1);

@@ -43,8 +43,6 @@ SCORED = 8  # weight of what looks at single scores
 REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}
 #: the same where the producer looks for the tiles that are not hidden; such calls have tiles for two consumers
 REGISTERS_TO_LOOK = {2: (88, 208)}
-#: the same where it looks up which heads planes stand for, and what they count
-REGISTERS_OF_PLANES = {2: (56, 224), 3: (56, 152)}
 #: those of the backward, and where its producer looks
 BACKWARD_REGISTERS, BACKWARD_REGISTERS_TO_LOOK = (24, 240), (56, 224)
 #: modifiers of single scores that such a backward takes, those that hide tiles among them; 0 refuses it
@@ -94,6 +92,7 @@ class ForwardWgmma:
     sums_bias: bool = False
     segment_list: int = 0  # of packed sequences, of which the tiles are taken
     from_end: bool = False  # the last tile ends with the queries, and the first one may begin before them
+    programmatic: bool = False  # waits by itself for what lies in front of it
 
     #: blocks stay and take tile after tile, so there are no more of them than the device holds at once
     persistent = True
@@ -565,7 +564,7 @@ def limited_forwards(
             continue
         groups = tile.block_q // GROUP_ROWS
         bias_rows, bias_stages = {"blocks": (tile.block_q, tile.bias_stages), "row": (1, tile.stages)}.get(bias, (0, 0))
-        producer, consumer = (REGISTERS_TO_LOOK if looks else REGISTERS_OF_PLANES if has_planes else REGISTERS)[groups]
+        producer, consumer = (REGISTERS_TO_LOOK if looks else REGISTERS)[groups]
         # Blocks of a bias take the place of the output, and wide values the registers; the others were not tried.
         fetches = not (bias_stages or wide_out or narrow or has_planes)
         out_panels = min(tile.out_panels, panels_of(head_dim_v)) if fetches else 0
