@@ -63,6 +63,7 @@ class Launch(NamedTuple):
     blocks: int
     threads: int
     shared_bytes: int
+    programmatic: bool  # it waits by itself for what lies in front of it
 
 
 @lru_cache(maxsize=4096)
@@ -74,6 +75,7 @@ def launches(plan: Plan) -> tuple[Launch, ...]:
             step.blocks,
             step.config.threads,
             step.config.shared_bytes(ITEMSIZE[step.variant.dtype]),
+            getattr(step.config, "programmatic", False),
         )
         for step in plan.steps
         if step.blocks
@@ -83,7 +85,7 @@ def launches(plan: Plan) -> tuple[Launch, ...]:
 def run(plan: Plan, pointers: Mapping[str, int], launch: Callable[..., None] | None = None) -> None:
     """Launch the steps on the current stream of the plan's device, which must be the current device.
 
-    `launch` is called in place of CuPy's `launchKernel`.
+    `launch` is called in place of CuPy's `launchKernel`, and of that for kernels that wait by themselves.
     """
     current = cupy.cuda.get_current_stream()
     if "tile_counter" in plan.offsets:
@@ -91,9 +93,12 @@ def run(plan: Plan, pointers: Mapping[str, int], launch: Callable[..., None] | N
     record = plan.arguments(pointers)
     argument = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(record)))
     arguments = ctypes.addressof(argument)  # the driver copies the record during the call
-    launch = launch or cupy.cuda.driver.launchKernel
-    for function, blocks, threads, shared_bytes in launches(plan):
-        launch(function, blocks, 1, 1, threads, 1, 1, shared_bytes, current.ptr, arguments, 0)
+    for name, (begin, size) in plan.zeroed.items():
+        cupy.cuda.runtime.memsetAsync(pointers[name] + begin, 0, size, current.ptr)
+    usual = launch or cupy.cuda.driver.launchKernel
+    for function, blocks, threads, shared_bytes, programmatic in launches(plan):
+        start = launch_programmatic if programmatic and launch is None else usual
+        start(function, blocks, 1, 1, threads, 1, 1, shared_bytes, current.ptr, arguments, 0)
 
 
 # ---- launches that begin before what lies in front of them has ended -------------------------------------------------

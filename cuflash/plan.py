@@ -73,6 +73,9 @@ class Plan:
     turns_bytes: int = 0
     bounds_bytes: int = 0
     passes_bytes: Mapping[str, int] = field(default_factory=dict)  # what first passes write
+    zeroed: Mapping[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # where parts of these are 0 when the steps begin
     overwritten: frozenset[str] = frozenset()  # gradients of operands that need not be 0 before
     encoded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # tensor maps by array and address
 
@@ -130,6 +133,7 @@ def plan_forward(
     variant = variant_of(problem, names, config)
     steps = [Step(variant, grid(config, problem, device))]
     passes_bytes: Mapping[str, int] = {}
+    zeroed: Mapping[str, tuple[int, int]] = {}
     of_segments: Mapping[str, int] = {}
     other: Any = None
     if problem.is_packed and schedule is wgmma:
@@ -144,10 +148,10 @@ def plan_forward(
         passes_bytes = {"segment_lists": lists.bytes_of(problem)}
         of_segments = {"listed_tiles": lists.room(problem)}
     if planes := getattr(config, "planes", 0):
-        before = split.splitting(problem, planes, aligned)
+        before = split.splitting(problem, device, planes, aligned)
         rest = split.rest(problem, device.shared_limit, aligned, config)
-        steps = [*steps_of(problem, split.names(names), *before), *steps, *steps_of(problem, names, rest)]
-        passes_bytes = split.workspace(problem, planes)
+        steps = [*steps_of(problem, split.names(names), before), *steps, *steps_of(problem, names, rest)]
+        passes_bytes, zeroed = before.workspace(problem), before.zeroed(problem)
     of_values: dict[str, int] = {}
     if problem.scales:  # the second product wants the values in another order
         count = config.step_count(problem)
@@ -171,7 +175,18 @@ def plan_forward(
     with_statistics = any(name in at for name in abi.STATISTICS)
     template, offsets = pack("forward", problem, at | ahead_places, values, variant.maps, with_statistics)
     maps = tensor_maps(variant, problem, at, other)
-    return Plan(problem, device, backend.name, reasons, planned, template, offsets, maps, passes_bytes=passes_bytes)
+    return Plan(
+        problem,
+        device,
+        backend.name,
+        reasons,
+        planned,
+        template,
+        offsets,
+        maps,
+        passes_bytes=passes_bytes,
+        zeroed=zeroed,
+    )
 
 
 def steps_of(problem: Problem, names: tuple[str, ...], *configs: Config) -> list[Step]:
@@ -339,6 +354,7 @@ def plan_backward(
     names = chain_names(problem)
     steps = [Step(variant_of(problem, names, c), grid(c, problem, device)) for c in (delta, main, convert)]
     split_bytes: Mapping[str, int] = {}
+    zeroed: Mapping[str, tuple[int, int]] = {}
     of_segments: Mapping[str, int] = {}
     if problem.is_packed and schedule is wgmma:
         lists = SegmentLists("backward", of_keys=True, tile=main.block_k)
@@ -346,11 +362,11 @@ def plan_backward(
         split_bytes = {"segment_lists": lists.bytes_of(problem)}
         of_segments = {"listed_tiles": lists.room(problem)}
     if planes := getattr(main, "planes", 0):
-        before = split.splitting(problem, planes, aligned, backward=True, grouped=has_planes)
+        before = split.splitting(problem, device, planes, aligned, backward=True, grouped=has_planes)
         rest = schedule.backward_rest(problem, device.shared_limit, aligned, main)
         rest = replace(rest, deterministic=main.deterministic, sum_digits=main.sum_digits)
-        steps = [*steps_of(problem, split.names(names), *before), *steps_of(problem, names, delta, main, rest, convert)]
-        split_bytes = split.workspace(problem, planes, backward=True)
+        steps = [*steps_of(problem, split.names(names), before), *steps_of(problem, names, delta, main, rest, convert)]
+        split_bytes, zeroed = before.workspace(problem), before.zeroed(problem)
     if main.sum_digits:
         around = rows.BackwardBounds(), rows.BackwardSums(main.sum_digits)
         before_all, after_all = steps_of(problem, names, *around)
@@ -382,6 +398,7 @@ def plan_backward(
         turns_bytes=4 * counters,
         bounds_bytes=BOUNDS_BYTES * (problem.batch_size + 1) if main.sum_digits else 0,
         passes_bytes={**split_bytes, **ahead_bytes},
+        zeroed=zeroed,
         overwritten=frozenset({"dbias"} if getattr(main, "returns_bias", False) else ()),
     )
 

@@ -18,7 +18,7 @@ from numpy import ndarray
 from cuflash.arrays import extent
 from cuflash.exchange import FLOAT32, FLOAT64, Exchange, Prototype, exchange_of
 from cuflash.gradients import gradients_type
-from cuflash.launch import Launch, device, launches, tile_counter
+from cuflash.launch import Launch, device, launch_programmatic, launches, tile_counter
 from cuflash.plan import Plan, backward_arrays, forward_arrays, is_mergeable, places_of, plan_backward, plan_forward
 from cuflash.problem import Call, canonical, in_layout
 
@@ -46,7 +46,19 @@ class Kept(NamedTuple):
 class Replay:
     """A call that ran before: its launches, and the results to make, by CuPy or by the library that the arguments come from."""
 
-    __slots__ = ("counted", "device", "exchange", "fields", "kept", "launches", "made", "parts", "size", "spans")
+    __slots__ = (
+        "counted",
+        "device",
+        "exchange",
+        "fields",
+        "kept",
+        "launches",
+        "made",
+        "parts",
+        "size",
+        "spans",
+        "zeroed",
+    )
 
     def __init__(self, kept: Kept, exchange: Exchange | None, dtype: int) -> None:
         self.kept, self.exchange = kept, exchange
@@ -68,6 +80,7 @@ class Replay:
         for name, size in plan.workspace().items():
             self.parts[name] = self.size
             self.size += -(-size // ALIGNMENT) * ALIGNMENT
+        self.zeroed = [(self.parts[name] + begin, size) for name, (begin, size) in plan.zeroed.items()]
 
     def run(self, pointers: tuple[int, ...]) -> list[Any] | None:
         """Launch for arguments at these addresses, on the current stream; results, or None for a call that is not replayed."""
@@ -98,9 +111,12 @@ class Replay:
         if self.size:
             memory = cuda.alloc(self.size)  # free again on this stream when it is dropped
             pointers += (memory.ptr,)
+            for begin, size in self.zeroed:
+                cuda.runtime.memsetAsync(memory.ptr + begin, 0, size, at)
         arguments = (_records.get((self, pointers)) or self.packed(pointers)).arguments
-        launch = cuda.driver.launchKernel
-        for function, blocks, threads, shared_bytes in self.launches:
+        usual = cuda.driver.launchKernel
+        for function, blocks, threads, shared_bytes, programmatic in self.launches:
+            launch = launch_programmatic if programmatic else usual
             launch(function, blocks, 1, 1, threads, 1, 1, shared_bytes, at, arguments, 0)
         return results
 

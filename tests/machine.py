@@ -74,6 +74,7 @@ class Machine:
         self.device, self.run = device, run
         self.stream, self.current = Stream(), device.index
         self.launched: list[Launched] = []
+        self.cleared: list[tuple[int, int, int]] = []  # address, bytes, stream
         self.planned = 0  # calls that went the long way
         self.variants: list[Variant] = []
 
@@ -112,7 +113,14 @@ class Machine:
             driver=SimpleNamespace(launchKernel=self.launch),
             get_current_stream=lambda *_: self.stream,
             is_available=lambda: True,
-            runtime=SimpleNamespace(getDevice=lambda: self.current, streamPerThread=2),
+            runtime=SimpleNamespace(
+                getDevice=lambda: self.current,
+                streamPerThread=2,
+                driverGetVersion=lambda: 0,
+                memsetAsync=lambda at, value, size, stream: (
+                    self.cleared.append((at, size, stream)) or ctypes.memset(at, value, size)
+                ),
+            ),
             using_allocator=lambda _: nullcontext(),
         )
         return module
@@ -127,7 +135,7 @@ def machine(
     device = Device(capability, described.shared_limit, multiprocessors=multiprocessors, compiler=compiler)
     found = Machine(device, run)
     module = found.cupy()
-    caches = (launch.launches.cache_clear, arrays.require_gpu.cache_clear)
+    caches = (launch.launches.cache_clear, launch.launch_kernel_ex.cache_clear, arrays.require_gpu.cache_clear)
     kept = (launch._tile_counters, replay._replays, replay._records)
     plain: Any = Plan.arguments
     with pytest.MonkeyPatch.context() as patch:

@@ -118,7 +118,7 @@ def planned(dtype: str, backend: str | None, capability: int, **options: Any) ->
             80,
             {},
             "two float16 planes, three products on tensor cores by mma.sync, sums in float32",
-            ("split_magnitudes", "split_planes", "forward_split", "forward_simt"),
+            ("split_planes", "forward_split", "forward_simt"),
         ),
         (
             "float32",
@@ -126,7 +126,7 @@ def planned(dtype: str, backend: str | None, capability: int, **options: Any) ->
             80,
             {"precision": "tf32"},
             "one float16 plane, one product on tensor cores by mma.sync, sums in float32",
-            ("split_magnitudes", "split_planes", "forward_split", "forward_simt"),
+            ("split_planes", "forward_split", "forward_simt"),
         ),
         (
             "float32",
@@ -134,7 +134,7 @@ def planned(dtype: str, backend: str | None, capability: int, **options: Any) ->
             90,
             {},
             "two float16 planes, three products on tensor cores by wgmma, sums in float32",
-            ("split_magnitudes", "split_planes", "forward_split_wgmma", "forward_simt"),
+            ("split_planes", "forward_split_wgmma", "forward_simt"),
         ),
         ("float32", "simt", 90, {}, "multiply-adds, without tensor cores, sums in float32", ("forward_simt",)),
         ("float64", None, 80, {}, "tensor cores by mma.sync, sums in float64", ("forward_simt",)),

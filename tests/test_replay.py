@@ -134,6 +134,22 @@ def test_tensor_maps_and_counters(hopper: Machine) -> None:
     assert all(counters)
 
 
+@pytest.mark.parametrize("precision", [None, "tf32"])
+def test_counters_of_planes_are_cleared(hopper: Machine, precision: str | None) -> None:
+    """By every call on its own stream, replayed or not, in front of the launches."""
+    for ptr in (0, 0, 8):
+        hopper.stream = Stream(ptr)
+        q, k, v = (array(numbers(seed, (1, 2, 300, 64), "float32")) for seed in range(3))
+        hopper.cleared.clear()
+        cuflash.attention(q, k, v, precision=precision)
+        launched = hopper.launched[-3:]
+        assert launched[0].variant.kernel == "split_planes"
+        (magnitudes,) = {field(x, "magnitudes") for x in launched}
+        ((at, size, stream),) = hopper.cleared
+        assert (at - magnitudes, size, stream) == (8 * 5 + 8 * 6, 8 * (6 + 2 + launched[0].blocks), ptr)
+    assert hopper.planned == 1
+
+
 # ---- packed sequences ------------------------------------------------------------------------------------------------
 PACKED_SHAPE = (300, 4, 64)
 

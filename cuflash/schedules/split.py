@@ -1,7 +1,7 @@
 """Host side of forward_split.cu and backward_split.cu: float32 on tensor cores, as planes of float16 (attention/planes.cuh).
 
-Two kernels go before them: split_magnitudes.cu looks at every number, split_planes.cu writes the planes and decides which heads
-they stand for.  Behind them go forward_simt.cu and backward_simt.cu, which have the other heads; nobody waits for the host.
+A kernel goes before them: split_planes.cu writes the planes and decides which heads they stand for.  Behind them go
+forward_simt.cu and backward_simt.cu, which have the other heads; nobody waits for the host.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ STEP = mma.STEP
 PLANES = {1: "one float16 plane, one product", 2: "two float16 planes, three products"}
 MAX_HEAD_DIM = 256
 HALF = 2  # bytes of an element of a plane
-SPLIT_ROWS = 64  # of a block of split_magnitudes.cu and split_planes.cu
-MOST_TILES = 256  # of a head in split_magnitudes.cu: kMostTiles of kernels/attention/planes.cuh
+# Of split_planes.cu: threads of a block, pieces of four numbers that each of them keeps, blocks of a multiprocessor.
+SPLIT_THREADS, SPLIT_PIECES, SPLIT_PARTS, SPLIT_BLOCKS = 256, 12, 3, 3
+SPLIT_SHARED = 256  # bytes of what a block knows of its tile
+OF_QUERIES = (0, 3)  # arrays with the heads and rows of the queries
 LEAST_LENGTH = 256  # queries and keys below which splitting takes longer than it saves
 
 
@@ -134,60 +136,59 @@ class BackwardSplit:
 
 
 @dataclass(frozen=True)
-class SplitMagnitudes:
-    """Constants of split_magnitudes.cu: `lanes` threads share a row."""
-
-    kernel = "split_magnitudes"
-
-    arrays: int  # q, k, v and, for a backward, dout
-    rows: int
-    lanes: int
-    aligned: bool
-
-    threads = 256
-
-    @property
-    def direction(self) -> str:
-        """Whose argument record it takes."""
-        return direction_of(self.arrays)
-
-    def shared_bytes(self, itemsize: int) -> int:
-        return 0
-
-    def blocks(self, problem: Problem) -> int:
-        return sum(heads * magnitude_tiles(rows, self.rows) for heads, rows, _ in split_arrays(problem, self.arrays))
-
-
-@dataclass(frozen=True)
 class SplitPlanes:
     """Constants of split_planes.cu: `lanes` threads share a row."""
 
     kernel = "split_planes"
 
-    arrays: int
+    arrays: int  # q, k, v and, for a backward, dout
     planes: int
-    rows: int
-    tile_rows: int  # `rows` of split_magnitudes.cu
     lanes: int
-    aligned: bool
+    columns: int  # pieces of four that a thread has of a row
+    thread_rows: int  # of which a thread keeps pieces in registers
+    parts: int  # of a tile that are kept in shared memory, each as many rows as make four pieces
+    rows: int  # that a block keeps
+    most_tiles: int  # of a unit, so that all of them run at once
+    blocks_per_sm: int
+    aligned: bool  # rows are whole pieces of 16 bytes
     grouped: bool  # heads of queries that share keys have their exponents in common
 
-    threads = 256
+    threads = SPLIT_THREADS
 
     @property
     def direction(self) -> str:
         """Whose argument record it takes."""
-        return direction_of(self.arrays)
+        return "backward" if self.arrays > 3 else "forward"
 
     def shared_bytes(self, itemsize: int) -> int:
-        return 0
+        return max(1, self.parts) * 16 * 4 * self.threads + SPLIT_SHARED
+
+    def tiles(self, problem: Problem, array: int) -> int:
+        """Of a head of an array."""
+        rows = split_arrays(problem, self.arrays)[array][1]
+        parts = tiles(rows, self.rows) * (problem.group if self.grouped and array in OF_QUERIES else 1)
+        return max(1, tiles(rows, self.rows * max(1, tiles(parts, self.most_tiles))))
 
     def blocks(self, problem: Problem) -> int:
-        return sum(heads * max(1, tiles(rows, self.rows)) for heads, rows, _ in split_arrays(problem, self.arrays))
+        arrays = split_arrays(problem, self.arrays)
+        return sum(heads * self.tiles(problem, i) for i, (heads, _, _) in enumerate(arrays))
 
+    def counters(self, problem: Problem) -> tuple[int, int]:
+        """Where counters and posts begin behind magnitudes, and their bytes."""
+        heads = sum(heads for heads, _, _ in split_arrays(problem, self.arrays))
+        of_keys = problem.batch_size * problem.heads_k
+        words = padded(2 * problem.batch_size * (problem.heads_q + problem.heads_k) + of_keys, 2)
+        return 4 * words + 8 * heads, 8 * (heads + of_keys + self.blocks(problem))
 
-def direction_of(arrays: int) -> str:
-    return "backward" if arrays > 3 else "forward"
+    def workspace(self, problem: Problem) -> dict[str, int]:
+        """Bytes of what kernels keep between them, by field name."""
+        arrays = split_arrays(problem, self.arrays)
+        elements = sum(heads * rows * padded(columns, STEP) for heads, rows, columns in arrays)
+        return {"planes": self.planes * elements * HALF, "magnitudes": sum(self.counters(problem))}
+
+    def zeroed(self, problem: Problem) -> dict[str, tuple[int, int]]:
+        """What of that has to be 0 before: first byte and size."""
+        return {"magnitudes": self.counters(problem)}
 
 
 def split_arrays(problem: Problem, arrays: int) -> list[tuple[int, int, int]]:
@@ -201,21 +202,29 @@ def split_arrays(problem: Problem, arrays: int) -> list[tuple[int, int, int]]:
     ][:arrays]
 
 
-def magnitude_tiles(rows: int, least: int) -> int:
-    """Tiles of a head whose magnitudes are found apart."""
-    return max(1, tiles(rows, max(least, tiles(rows, MOST_TILES))))
-
-
 def splitting(
-    problem: Problem, planes: int, aligned: bool, *, backward: bool = False, grouped: bool = False
-) -> tuple[SplitMagnitudes, SplitPlanes]:
-    """The kernels that go before; `aligned` is that of all arrays that are split."""
-    arrays = 4 if backward else 3
-    pieces = tiles(max(problem.head_dim, problem.head_dim_v), 4)
+    problem: Problem, device: Device, planes: int, aligned: bool, *, backward: bool = False, grouped: bool = False
+) -> SplitPlanes:
+    """The kernel that goes before; `aligned` is that of all arrays that are split."""
+    pieces = padded(max(problem.head_dim, problem.head_dim_v), STEP) // 4
     lanes = 1 << min(5, (pieces - 1).bit_length())
-    return (
-        SplitMagnitudes(arrays, SPLIT_ROWS, lanes, aligned),
-        SplitPlanes(arrays, planes, SPLIT_ROWS, SPLIT_ROWS, lanes, aligned, grouped and problem.group > 1),
+    columns = tiles(pieces, lanes)
+    thread_rows = SPLIT_PIECES // columns if columns == 1 else 4  # the others spill
+    aligned = aligned and not (problem.head_dim % 4 or problem.head_dim_v % 4)
+    blocks = SPLIT_BLOCKS if aligned else SPLIT_BLOCKS - 1  # loads of single numbers take registers
+    together = max(1, device.multiprocessors * blocks // 2)
+    return SplitPlanes(
+        arrays=4 if backward else 3,
+        planes=planes,
+        lanes=lanes,
+        columns=columns,
+        thread_rows=thread_rows,
+        parts=SPLIT_PARTS,
+        rows=SPLIT_THREADS // lanes * (thread_rows + SPLIT_PARTS * (4 // columns)),
+        most_tiles=1 << (together.bit_length() - 1),
+        blocks_per_sm=blocks,
+        aligned=aligned,
+        grouped=grouped and problem.group > 1,
     )
 
 
@@ -225,17 +234,6 @@ def names(chain: tuple[str, ...]) -> tuple[str, ...]:
     They ask for the lengths alone, whose fields lie behind those of the modifiers in front of them.
     """
     return chain[: chain.index(KeyLengths.name) + 1] if KeyLengths.name in chain else ()
-
-
-def workspace(problem: Problem, planes: int, *, backward: bool = False) -> dict[str, int]:
-    """Bytes of what the kernels keep between them, by field name."""
-    arrays = split_arrays(problem, 4 if backward else 3)
-    words = padded(
-        2 * problem.batch_size * (problem.heads_q + problem.heads_k) + problem.batch_size * problem.heads_k, 2
-    )
-    pairs = sum(heads * magnitude_tiles(rows, SPLIT_ROWS) for heads, rows, _ in arrays)
-    elements = sum(heads * rows * padded(columns, STEP) for heads, rows, columns in arrays)
-    return {"planes": planes * elements * HALF, "magnitudes": 4 * words + 8 * pairs}
 
 
 # ---- what is taken --------------------------------------------------------------------------------------------------

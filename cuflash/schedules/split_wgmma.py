@@ -282,7 +282,8 @@ def forward(problem: Problem, shared_limit: int, aligned: bool) -> ForwardSplitW
     if split.planes_of(problem) > 1 or looks or problem.modifier("dropout"):
         return forward_split(problem, shared_limit)
     found = wgmma.forward(problem, shared_limit, aligned)
-    return ForwardPlane(**{**{f.name: getattr(found, f.name) for f in fields(found)}, "separate_out": True})
+    changed = {"separate_out": True, "programmatic": True}
+    return ForwardPlane(**{**{f.name: getattr(found, f.name) for f in fields(found)}, **changed})
 
 
 def forward_split(problem: Problem, shared_limit: int) -> ForwardSplitWgmma:

@@ -137,6 +137,8 @@ class Run:
 
 def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run, call: Call | None = None) -> None:
     """Launch the steps of a plan one after the other; a call may have numbers beside its arrays."""
+    for name, (begin, size) in plan.zeroed.items():
+        arrays[name][begin : begin + size] = 0
     pointers = planning.arguments_of(call, arrays) if call else planning.pointers_of(arrays)
     for step in plan.steps:
         if not step.blocks or step.variant.kernel in run.without:

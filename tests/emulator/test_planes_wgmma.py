@@ -18,6 +18,7 @@ from cuflash.backends import select
 from cuflash.errors import UnsupportedError
 from cuflash.modifiers import ScoreModifier
 from cuflash.problem import Call
+from cuflash.schedules import split
 from tests.cases import DROPOUT, OPTIONS, STRIDES, Case
 from tests.emulator import Mutant, kernels, must_be_noticed
 from tests.emulator.kernels import SEEDS
@@ -67,15 +68,22 @@ def check_forward(call: Call, seeds: Any = SEEDS, left: int = 0, times: float = 
 
 
 def check_backward(
-    call: Call, dout: np.ndarray, seeds: Any = SEEDS, left: int = 0, least: float = 1e-300, **options: Any
+    call: Call,
+    dout: np.ndarray,
+    seeds: Any = SEEDS,
+    left: int = 0,
+    least: float = 1e-300,
+    multiprocessors: int = 2,
+    **options: Any,
 ) -> None:
     """Gradients that may be 0 altogether are judged in units of `least`."""
+    device = hopper(multiprocessors)
     expectation, want, seen = Expectation(call, dout), reference.backward(call, dout), []
     out, lse = expectation.plain["out"], expectation.lse.astype(np.float32)
     without = () if left else ("backward_simt",)
     for seed in seeds:
         run = {"requested": "wgmma", "without": without, "watch": lambda x: seen.append(decisions(call, x)), **options}
-        found = kernels.backward(call, out, lse, dout, None, hopper(), seed, **run)
+        found = kernels.backward(call, out, lse, dout, None, device, seed, **run)
         for name in GRADIENTS:
             judge(getattr(found, name), getattr(want, name), name, least=least)
         assert (seen[-1] == 0).sum() == left
@@ -173,6 +181,17 @@ def test_heads_of_a_group_in_scales_of_their_own():
     check_backward(call, made["dout"], (0,), left=2)
 
 
+def test_groups_of_heads_in_several_tiles(monkeypatch):
+    monkeypatch.setattr(split, "SPLIT_PIECES", 1)
+    monkeypatch.setattr(split, "SPLIT_PARTS", 0)
+    made = Case("group", heads_q=4, heads_k=2, seq_q=70, seq_k=90, head_dim=128).make()
+    for part in ("q", "dout"):
+        made[part][:, 1] *= np.float32(2.0**-6)
+    call = problem.describe(*(made[n] for n in "qkv"), scale=2.0**-8, precision="tf32")
+    for residents in (1, 4):
+        check_backward(call, made["dout"], (0, 1), multiprocessors=16, residents=residents)
+
+
 def test_the_largest_gradients_do_not_overflow():
     """All numbers of a head as large as its largest, of which delta takes nothing: dS at its bound."""
     made = Case("largest", batch=(), heads_q=1, heads_k=1, seq_q=3, seq_k=2, head_dim=128).make()
@@ -240,7 +259,12 @@ BUGS = (
     ("backward_delta", "delta is not lifted", "delta().times(statistics.delta)", "delta().times(0.f)"),
     ("backward_delta", "P is not lifted", "statistics.shift -= kProbabilityLift;", ""),
     ("backward_wgmma", "heads of others are answered too", "if (kHasPlanes && !is_split(p, work.place)) return;", ""),
-    ("split_planes", "heads of a group have exponents of their own", "head = head / heads * heads;", "heads = 1;"),
+    (
+        "split_planes",
+        "heads of a group have exponents of their own",
+        "return Config::kGrouped && SplitShape::is_of_queries(array) ? p.group : 1;",
+        "return 1;",
+    ),
 )
 
 

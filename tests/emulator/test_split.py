@@ -18,7 +18,7 @@ from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
 from cuflash.schedules import split
 from tests.cases import DROPOUT, OPTIONS, SINKS, STRIDES, Case
-from tests.emulator import kernels
+from tests.emulator import Mutant, kernels, must_be_noticed
 from tests.emulator.kernels import SEEDS
 from tests.tolerance import Expectation
 
@@ -134,10 +134,71 @@ def test_empty(tile, empty):
     Expectation(call).check_forward(*kernels.forward(call, 80, 0, requested="mma", without=("forward_simt",)))
 
 
-def test_many_tiles_of_magnitudes(tile, monkeypatch):
-    """A head whose rows are more than its tiles of magnitudes hold."""
-    monkeypatch.setattr(split, "SPLIT_ROWS", 1)
-    check(Case("long", batch=(), heads_q=1, heads_k=1, seq_q=5, seq_k=700, head_dim=4), (0, 1))
+def test_tiles_of_several_parts(tile, monkeypatch):
+    """A head whose rows are more than its tiles keep."""
+    monkeypatch.setattr(split, "SPLIT_PIECES", 1)
+    monkeypatch.setattr(split, "SPLIT_PARTS", 0)
+    case = Case("long", batch=(), heads_q=1, heads_k=1, seq_q=5, seq_k=700, head_dim=4)
+    for multiprocessors in (1, 4):
+        check(case, (0, 1), device=replace(described_device(80), multiprocessors=multiprocessors))
+
+
+# ---- blocks that wait for each other --------------------------------------------------------------------------------------
+@pytest.fixture
+def several(monkeypatch):
+    """A call whose heads are split in several tiles, one of which planes do not stand for; its device, and how planes are written."""
+    monkeypatch.setattr(split, "SPLIT_PIECES", 1)
+    monkeypatch.setattr(split, "SPLIT_PARTS", 0)
+    made = Case("tiles", batch=(2,), heads_q=4, heads_k=2, seq_q=90, seq_k=75, head_dim=64).make()
+    made["k"][0, 0, 3] *= np.float32(1e-6)
+    call = problem.describe(*(made[n] for n in "qkv"))
+
+    def written(seed, **options):
+        found = []
+
+        def keep(arrays):
+            found.append((arrays["planes"].copy(), decisions(call, arrays)))
+
+        others = ("forward_split", "forward_simt")
+        kernels.forward(call, WIDE, seed, requested="mma", without=others, watch=keep, **options)
+        return found[0]
+
+    return written
+
+
+WIDE = replace(described_device(80), multiprocessors=16)  # so that heads may have several tiles
+
+
+@pytest.mark.parametrize("residents", [2, 5, 16])
+def test_blocks_that_run_at_once(several, residents):
+    """With one at a time all tiles but the last of a head are given up, with all of them none."""
+    planes, suited = several(0)
+    assert suited.tolist() == [0, 1, 1, 1]
+    for seed in SEEDS:
+        found = several(seed, residents=residents)
+        np.testing.assert_array_equal(found[0], planes)
+        np.testing.assert_array_equal(found[1], suited)
+
+
+BUGS = (
+    ("what is given up is nobody's", "posts + work.tile_of_unit()) | kGivenUp)", "posts + work.tile_of_unit()))", 1),
+    ("its mark is taken for a magnitude", "u32(word >> 31) & 0x7fffffffu}", "u32(word >> 31)}", 1),
+    ("exponents are those of a tile", "found.join(of_a_word(word));", "if (tile == 0) found.join(of_a_word(word));", 1),
+    ("blocks wait for nobody", "there = there && word != 0;", "", 16),
+    ("a head is decided on before all is known", "== 2 + of_queries - 1", "== 2 + of_queries - 2", 1),
+    ("a unit is finished before all blocks are done", "== work.unit_tiles() - 1", "== work.unit_tiles() - 2", 16),
+)
+
+
+@pytest.mark.parametrize(("name", "old", "new", "residents"), BUGS, ids=lambda x: str(x).replace(" ", "_")[:40])
+def test_bug_is_noticed(several, name, old, new, residents):
+    want = several(0)
+
+    def run(text, seed):
+        for found, right in zip(several(seed, text=text, residents=residents), want, strict=True):
+            np.testing.assert_array_equal(found, right)
+
+    must_be_noticed(Mutant("split_planes", name, old, new), run, SEEDS)
 
 
 # ---- values ------------------------------------------------------------------------------------------------------------

@@ -159,6 +159,51 @@ def test_repeats(device: Device, split: Kind) -> None:
             np.testing.assert_array_equal(device.get(cuflash.attention(q, k, v, backend=split.backend)), first)
 
 
+@pytest.mark.parametrize("precision", [None, "tf32"])
+def test_calls_that_run_at_once(device: Device, split: Kind, precision: str | None) -> None:
+    """Blocks of a head wait for each other, but not for long, and give up what takes longer: bits are the same."""
+    if DRY:
+        pytest.skip("about streams of a device")
+    cupy = device.xp
+    arrays = [tuple(map(device.put, random(seed, 1500, 64))) for seed in range(4)]
+    options = {"backend": split.backend, "precision": precision, "causal": True}
+    want = [cuflash.attention(*x, **options) for x in arrays]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in arrays]
+    cupy.cuda.Device().synchronize()
+    for _ in range(10):
+        found = []
+        for x, stream in zip(arrays, streams, strict=True):
+            with stream:
+                found.append([cuflash.attention(*x, **options) for _ in range(3)])
+        cupy.cuda.Device().synchronize()
+        for results, right in zip(found, want, strict=True):
+            for out in results:
+                cupy.testing.assert_array_equal(out, right)
+
+
+def test_a_graph_replays_planes(device: Device, split: Kind) -> None:
+    if DRY:
+        pytest.skip("about graphs of a device")
+    cupy = device.xp
+    q, k, v = map(device.put, random(0, 700, 64))
+    out = cupy.empty_like(q)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        for _ in range(2):
+            cuflash.attention(q, k, v, out=out, backend=split.backend, precision="tf32")
+        stream.begin_capture()
+        cuflash.attention(q, k, v, out=out, backend=split.backend, precision="tf32")
+        graph = stream.end_capture()
+    for seed in (1, 2, 3):
+        new = tuple(map(device.put, random(seed, 700, 64)))
+        for x, y in zip((q, k, v), new, strict=True):
+            x[...] = y
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        cupy.testing.assert_array_equal(out, cuflash.attention(*new, backend=split.backend, precision="tf32"))
+
+
 def test_chosen_where_calls_are_large(device: Device) -> None:
     if DRY:
         pytest.skip("about a device")

@@ -16,7 +16,6 @@
 
 constexpr int kLargestExponent = 14;  // of a head's largest number in its high plane
 constexpr int kRowSpan = 12;          // a row's largest number is at least 2^-kRowSpan of its head's
-constexpr int kMostTiles = 256;       // of a head, of which the magnitudes are found apart
 
 enum SplitArray { kSplitQ, kSplitK, kSplitV, kSplitDout, kSplitArrays };
 
@@ -34,9 +33,6 @@ struct SplitShape {
         columns(array == kSplitQ || array == kSplitK ? p.head_dim : p.head_dim_v) {}
   static __device__ __forceinline__ bool is_of_queries(int array) { return array == kSplitQ || array == kSplitDout; }
   __device__ __forceinline__ i64 size() const { return i64(heads) * rows * plane_width(columns); }
-  // Rows whose magnitudes are found together, and how often that is in a head.
-  __device__ __forceinline__ int tile_rows(int least) const { return max(least, tiles_of(rows, kMostTiles)); }
-  __device__ __forceinline__ int tiles(int least) const { return max(1, tiles_of(rows, tile_rows(least))); }
 };
 
 // Where a head of an array begins in its high plane, `plane` 0, or its low one.
@@ -93,60 +89,59 @@ struct Magnitudes {
   }
 };
 __device__ __forceinline__ Magnitudes no_magnitudes() { return {0, 0xffffffffu}; }
-__device__ __forceinline__ u32 magnitude(float x) {
-  const u32 bits = __float_as_uint(x) & 0x7fffffffu;
-  return bits < 0x00800000u ? 0 : bits;
+// Both in a word that is not 0, with room for a mark; without rows the least is the largest that 31 bits hold.
+constexpr u64 kPosted = u64(1) << 63, kGivenUp = u64(1) << 62;
+__device__ __forceinline__ u64 in_a_word(const Magnitudes& x) {
+  return kPosted | u64(min(x.least, 0x7fffffffu)) << 31 | x.largest;
+}
+__device__ __forceinline__ Magnitudes of_a_word(u64 word) {
+  return {u32(word) & 0x7fffffffu, u32(word >> 31) & 0x7fffffffu};
+}
+__device__ __forceinline__ u32 magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+__device__ __forceinline__ u32 magnitude(u32 bits) { return bits < 0x00800000u ? 0 : bits; }
+
+// Of one of the arrays, what split_planes.cu works on.  Heads whose exponents are found in common are a unit: with kGrouped, those
+// of queries that share keys, which lie side by side.
+template <class Config, class P> __device__ __forceinline__ int heads_of_unit(const P& p, int array) {
+  return Config::kGrouped && SplitShape::is_of_queries(array) ? p.group : 1;
+}
+// Rows of a tile: a part that registers hold, or several where a unit had more than kMostTiles.
+template <class Config, class P> __device__ __forceinline__ int rows_of_tile(const P& p, int array) {
+  const int parts = tiles_of(SplitShape(p, array).rows, Config::kRows) * heads_of_unit<Config>(p, array);
+  return Config::kRows * max(1, tiles_of(parts, Config::kMostTiles));
+}
+template <class Config, class P> __device__ __forceinline__ int tiles_of_head(const P& p, int array) {
+  return max(1, tiles_of(SplitShape(p, array).rows, rows_of_tile<Config>(p, array)));
 }
 
-// Magnitudes of a head's tiles, behind the decisions.
-template <int kRows, class P>
-__device__ __forceinline__ Magnitudes* tile_magnitudes(const P& p, int array, int head) {
+// Behind the decisions, magnitudes of units, in the places of their first heads.
+template <int kArrays, class P>
+__device__ __forceinline__ Magnitudes* unit_magnitudes(const P& p, int array, int head) {
   const int words = 2 * p.batch_size * (p.heads_q + p.heads_k) + p.batch_size * p.heads_k;
-  Magnitudes* at = reinterpret_cast<Magnitudes*>(static_cast<int*>(p.magnitudes) + (words + 1) / 2 * 2);
+  Magnitudes* at = reinterpret_cast<Magnitudes*>(static_cast<int*>(p.magnitudes) + (words + 1) / 2 * 2) + head;
 #pragma unroll
-  for (int before = 0; before < kSplitArrays; ++before) {
-    const SplitShape shape(p, before);
-    if (before < array) at += i64(shape.heads) * shape.tiles(kRows);
-  }
-  return at + i64(head) * SplitShape(p, array).tiles(kRows);
+  for (int before = 0; before < kArrays; ++before)
+    if (before < array) at += SplitShape(p, before).heads;
+  return at;
+}
+// Behind these, 0 before the launch: how many blocks of a unit are done with what is posted, and in the upper half how many of them gave up; as array kArrays, how
+// many units of a head of keys are known.
+template <int kArrays, class P> __device__ __forceinline__ u64* unit_counter(const P& p, int array, int head) {
+  u64* at = reinterpret_cast<u64*>(unit_magnitudes<kArrays>(p, kArrays, 0)) + head;
+#pragma unroll
+  for (int before = 0; before < kArrays; ++before)
+    if (before < array) at += SplitShape(p, before).heads;
+  return at;
+}
+// Behind them, what the tiles of a head post.
+template <class Config, class P> __device__ __forceinline__ u64* tile_posts(const P& p, int array, int head) {
+  u64* at = unit_counter<Config::kArrays>(p, Config::kArrays, p.batch_size * p.heads_k);
+#pragma unroll
+  for (int before = 0; before < Config::kArrays; ++before)
+    if (before < array) at += i64(SplitShape(p, before).heads) * tiles_of_head<Config>(p, before);
+  return at + i64(head) * tiles_of_head<Config>(p, array);
 }
 
-// Rows of one head of an array that a block of threads works on.
-struct SplitWork {
-  int array, head;  // counted over all batch entries
-  Range rows;
-  int tile;
-  Place place;
-
-  // Blocks are counted array by array, head by head; `kTile` rows each, or what `tile_rows` makes of them.
-  template <bool kWide, int kTile, int kArrays, class P>
-  __device__ __forceinline__ static SplitWork of(const P& p, i64 index) {
-    SplitWork work;
-    work.array = 0;
-#pragma unroll
-    for (int array = 0; array + 1 < kArrays; ++array) {
-      const SplitShape shape(p, array);
-      const i64 blocks = i64(shape.heads) * (kWide ? shape.tiles(kTile) : max(1, tiles_of(shape.rows, kTile)));
-      if (work.array == array && index >= blocks) {
-        index -= blocks;
-        ++work.array;
-      }
-    }
-    const SplitShape shape(p, work.array);
-    const int tiles = kWide ? shape.tiles(kTile) : max(1, tiles_of(shape.rows, kTile));
-    const int tile_rows = kWide ? shape.tile_rows(kTile) : kTile;
-    work.tile = int(index % tiles);
-    work.head = int(index / tiles);
-    const bool of_queries = SplitShape::is_of_queries(work.array);
-    const int heads = of_queries ? p.heads_q : p.heads_k;
-    work.place.set_head(p, work.head % heads * (of_queries ? 1 : p.group));
-    work.place.set_batch(p, work.head / heads);
-    work.place.key_count = Visibility::key_count(p, work.place);
-    const int end = of_queries ? p.seq_q : work.place.key_count;
-    work.rows = {work.tile * tile_rows, min(end, (work.tile + 1) * tile_rows)};
-    return work;
-  }
-};
 template <int kArrays, class P> const __device__ __forceinline__ View& view_of(const P& p, int array) {
   if constexpr (kArrays > kSplitDout)
     if (array == kSplitDout) return p.dout;

@@ -12,11 +12,27 @@ __device__ __forceinline__ u32 arrive(u32* counter) {
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(1u) : "memory");
   return before;
 }
+// The same with two counts in one word, to which `more` is added.
+__device__ __forceinline__ u64 arrive(u64* counter, u64 more) {
+  u64 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(counter), "l"(more) : "memory");
+  return before;
+}
 // How many have arrived so far; what they wrote may be read.
 __device__ __forceinline__ u32 arrived(const u32* counter) {
   u32 now;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
   return now;
+}
+
+// A word that says all there is to say: who sees it needs to see nothing else.
+__device__ __forceinline__ void post(u64* at, u64 word) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(word) : "memory");
+}
+__device__ __forceinline__ u64 posted(const u64* at) {
+  u64 word;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(at) : "memory");
+  return word;
 }
 
 // What other blocks wrote, 8 or 16 bytes of it, past the first-level cache.

@@ -20,22 +20,6 @@ __device__ __forceinline__ Four load_four(const float* row, i64 column_stride, i
   return x;
 }
 
-// Columns c to c + 3 of kBatch rows, `step` elements apart, of which `count` exist and the others are zeros: all loads are under
-// way together.  With more than one row, their columns are those of a 16-byte piece.
-template <bool kAligned, int kBatch>
-__device__ __forceinline__ void load_fours(Four (&x)[kBatch], const float* row, i64 step, int count, i64 column_stride,
-                                           int c, int columns) {
-#pragma unroll
-  for (int j = 0; j < kBatch; ++j) {
-    if (j >= count)
-      x[j] = Four{};
-    else if constexpr (kBatch > 1)
-      x[j] = load_four<true>(row + j * step, 1, c, c + 4);
-    else
-      x[j] = load_four<kAligned>(row, column_stride, c, columns);
-  }
-}
-
 // What is left of x when `high` is taken away, times the low planes' scale; exact but for the last rounding.
 __device__ __forceinline__ float low_part(float x, float high) { return (x - high) * kLowScale; }
 
@@ -58,9 +42,25 @@ __device__ __forceinline__ void store_split(Half* const (&to)[kPlanes], const Fo
     *reinterpret_cast<uint2*>(to[plane]) = make_uint2(first[plane], second[plane]);
 }
 
-// The largest over groups of kLanes lanes (a power of two); all 32 lanes take part.
-template <int kLanes> __device__ __forceinline__ u32 max_over_lanes(u32 x) {
+// Maxima over groups of 2 · kBit lanes (a power of two) of each of kCount numbers, shared out: a lane is left with those of some of
+// the numbers, and all of a group with those of all; `take` is given them.  Half of the numbers go to the other lane at each step,
+// so that there are about as many shuffles as numbers.
+template <int kBit, int kCount, int kSize, class Take>
+__device__ __forceinline__ void share_maxima(u32 (&x)[kSize], Take take) {
+  if constexpr (kBit == 0) {
 #pragma unroll
-  for (int bit = kLanes / 2; bit > 0; bit /= 2) x = max(x, __shfl_xor_sync(0xffffffffu, x, bit));
-  return x;
+    for (int i = 0; i < kCount; ++i) take(x[i]);
+  } else if constexpr (kCount % 2 == 0) {
+    const bool upper = threadIdx.x & kBit;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const u32 kept = upper ? x[i + kCount / 2] : x[i], given = upper ? x[i] : x[i + kCount / 2];
+      x[i] = max(kept, __shfl_xor_sync(0xffffffffu, given, kBit));
+    }
+    share_maxima<kBit / 2, kCount / 2>(x, take);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = max(x[i], __shfl_xor_sync(0xffffffffu, x[i], kBit));
+    share_maxima<kBit / 2, kCount>(x, take);
+  }
 }
