@@ -499,7 +499,7 @@ HOPPER_MUTANTS: dict[str, tuple[str, str, Trial]] = {
     ),
     "the next tile is replaced before it is read": ("    at.wait_empty(shared.comings);\n", "", run_tiles),
     "the next tile is read before it is there": (
-        "if constexpr (kPacked) coming_at.wait_full(shared.comings);",
+        "if constexpr (kLooksForTiles) coming_at.wait_full(shared.comings);",
         "",
         run_tiles,
     ),
