@@ -476,19 +476,19 @@ def tensor_use(session: Session) -> None:
 
     from cuflash import launch
 
-    device = launch.device(cupy.cuda.Device().id)
-    rate = floor.RATES[device.capability][0] * device.multiprocessors
     for head_dim, causal in product((64, 128, 256), (False, True)):
         heads = 2048 // head_dim
         shape = Shape(1, heads, heads, 16384, 16384, head_dim, head_dim)
         common: Row = {"dtype": "bfloat16", **asdict(shape), "causal": causal, "backend": "wgmma"}
         with session.part("use", "cuflash", **common):
+            device = launch.device(cupy.cuda.Device().id)
+            rate = floor.RATES[device.capability][0] * device.multiprocessors
             calls = own_calls(Data.make(shape, "bfloat16", with_tensors=False), causal, "wgmma")
             for direction, call in zip(("forward", "backward"), calls, strict=True):
                 clocks, ms = clocks_of(call, session.rounds)
                 needed = shape.operations(direction, causal) / rate
-                common |= {"ms": ms, "clocks": clocks, "use": needed / clocks}
-                session.add("use", "cuflash", direction=direction, **common)
+                found = {"ms": ms, "clocks": clocks, "use": needed / clocks}
+                session.add("use", "cuflash", direction=direction, **common, **found)
 
 
 def clocks_of(call: Call, rounds: int, count: int = 12) -> tuple[float, float]:

@@ -183,7 +183,8 @@ MEASURED = {"head_dim": 128, "seq_q": 4096}
 ACCURACY = {"seq_q": 2048, "factor": 1}  # and that of rows of the topic accuracy
 #: files and topics in which speeds stand, the first that has a case counts, and those that have errors against float64
 SPEEDS = (
-    ("h200-hopper", ("hopper", "halves")),
+    ("h200-hopper", ("hopper",)),
+    ("h200-halves", ("halves",)),
     ("h200-foundation", ("speed",)),
     ("h200-precision", ("float32", "precision")),
     ("h200-narrow", ("narrow",)),
