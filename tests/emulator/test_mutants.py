@@ -378,7 +378,7 @@ MUTANTS += [
            "q_at.previous().release(shared.queries);", "q_at.release(shared.queries);", tile="in place"),
     hopper("the output takes the place of other queries", "shared.out(q_at.slot)", "shared.out(q_at.slot ^ 1)", tile="in place"),
     hopper("the next queries are waited for before blocks that are passed over",
-           "(kStaysBehind ? Config::kStages + 2 : 3)", "3", case="steep", tile="in place"),
+           "kFree = kStaysBehind ? Config::kStages + 2 : 3", "kFree = 3", case="steep", tile="in place"),
     # ---- tiles that count from the last query
     hopper("rows before the first query are stored",
            "done.row + first > -kWarpgroupRows", "true", case="causal", tile="in place"),
