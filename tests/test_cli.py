@@ -284,13 +284,16 @@ def test_explain_describes_a_gpu_that_is_not_there(capsys, capability, dtype, ba
 
 
 def test_explain_counts_tiles_where_blocks_are_as_many_as_a_device_holds(capsys):
-    code, out, _ = run(capsys, "explain", "2,8,2,1000,1001,128", "--capability", "90", "--backend", "wgmma")
-    assert code == 0
-    forward, backward = (
-        next(x for x in out.splitlines() if f"cuflash_{d}_wgmma" in x) for d in ("forward", "backward")
-    )
+    def lines(*words: str) -> list[str]:
+        code, out, _ = run(capsys, "explain", *words, "--capability", "90", "--backend", "wgmma")
+        assert code == 0
+        return [next(x for x in out.splitlines() if f"cuflash_{d}_wgmma" in x) for d in ("forward", "backward")]
+
+    forward, backward = lines("2,8,2,1000,1001,128")
     assert f"{2 * 8 * -(-1000 // 128)} tiles" in forward
-    assert f"{2 * 2 * -(-1001 // 128)}" in backward
+    assert f"{2 * 2 * -(-1001 // 128)} tiles" in backward
+    forward, backward = lines("1,1,1,16384,16384,128", "--causal")  # where blocks of the backward end with their tile
+    assert "tiles" in forward
     assert "tiles" not in backward
 
 

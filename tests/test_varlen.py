@@ -294,7 +294,8 @@ def test_blocks_are_as_many_as_the_rows_need(dtype: str) -> None:
     forward, backward = planned(lengths, dtype, head_dim=64, heads_q=3, heads_k=1)
     for step in (step for step in forward.steps if hasattr(step.config, "block_q")):
         assert step.config.blocks(forward.problem) == 3 * (21000 // step.config.block_q + 1001 + 1)
-    assert backward.main.blocks == 21000 // backward.main.config.block_k + 1001 + 1
+    main = backward.main.config
+    assert main.blocks(backward.problem) == 21000 // main.block_k + 1001 + 1
 
 
 def test_more_segments_than_an_axis_of_the_grid_has_blocks() -> None:
@@ -303,7 +304,7 @@ def test_more_segments_than_an_axis_of_the_grid_has_blocks() -> None:
     lists, _, *others = backward.steps
     assert lists.blocks == 1
     for step in others:
-        assert 80000 < step.blocks < plan.MAX_BLOCKS
+        assert 80000 < step.config.blocks(backward.problem) < plan.MAX_BLOCKS
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -352,7 +352,7 @@ template <class Storage> struct Consumer {
     if constexpr (kLeavesDq) return;
     before = at.step(shared.channels, cursor.slot).number();
     issue_dq(dq, cursor);
-    if constexpr (kHasRoom) leave_with_values();
+    if constexpr (kHasRoom) leave_with_values(p);
     wgmma_wait_group<0>();
     if constexpr (kStays) release_keys();
     finish_dq(dq, cursor);
@@ -409,12 +409,12 @@ template <class Storage> struct Consumer {
       store_gradient(reinterpret_cast<Tile&>(shared.ds_data), row, x, scale, map, p, work, row, kGroupBarrier + group);
     }
   }
-  __device__ __forceinline__ void leave_with_values() {
+  template <class P> __device__ __forceinline__ void leave_with_values(const P& p) {
     await_place();
     leave(dv, 1.f, p.dv_map);
   }
   // A tile from its beginning to its end; afterwards the cursor stands where the next one begins.
-  __device__ __forceinline__ void walk_and_leave(int slot) {
+  template <class P> __device__ __forceinline__ void walk_and_leave(const P& p, int slot) {
     if (work.steps > 0) {
       walk();
       cursor.advance();
@@ -429,7 +429,7 @@ template <class Storage> struct Consumer {
       await_values(slot);
       release_by_warp(shared.taken.values, 0);
       release_keys();
-      leave_with_values();
+      leave_with_values(p);
     }
     await_place();
     leave(dk, p.scale, p.dk_map);
@@ -548,7 +548,7 @@ template <class Storage> __device__ __forceinline__ void consume_tiles(const Par
     const int key_slot = kHasRoom ? __shfl_sync(0xffffffffu, at.slot, 0) : 0;
     Consumer<Storage> consumer(p, shared, work, group, cursor, key_slot);
     consumer.enter(at);
-    consumer.walk_and_leave(at.slot);
+    consumer.walk_and_leave(p, at.slot);
     cursor = consumer.cursor;
     at.advance();
   }

@@ -268,8 +268,8 @@ __device__ __forceinline__ void look_for_tiles(const Params& p, SharedStorage& s
 // that do not stop between tiles a look-up in the middle of a tile would be waited for: there the next one is taken when a tile
 // begins, and so it is where the producer has no registers left.
 constexpr int kBlocksAhead = 4;
-constexpr bool kTakesLate =
-    !(kPacked || kTells || kBringsBias) && (kLooksForTiles || Config::kStages > 2 || !Config::kContinuous);
+constexpr bool kTakesLate = !(kPacked || kTells || kBringsBias) &&
+                            (kLooksForTiles || Config::kStages > 2 || !(Config::kContinuous || kIsNarrow));
 
 // One thread: loads in the order in which the consumers use what is loaded.  Where it passes over hidden blocks a whole warp,
 // whose lanes look at one block each, 32 ahead; the first one does the rest.
@@ -352,7 +352,9 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
 
   Taker taker(p);
   Cursor<1> coming_at;
-  Tile kept, kept_next;  // both lie in shared memory where another thread looks for them
+  // Both lie in shared memory where another thread looks for them, the one at hand also where registers are few.
+  constexpr bool kKeepsTile = !(kLooksForTiles || kStaysBehind);
+  Tile kept, kept_next;
   Tile& next = kLooksForTiles ? shared.coming : kept_next;
   const auto take_next = [&] {
     if constexpr (kLooksForTiles) {
@@ -379,8 +381,8 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
   };
   begin_tile();
   while (next.exists()) {
-    if constexpr (!kLooksForTiles) kept = next;
-    const Tile& now = kLooksForTiles ? shared.tiles[place_of(q_at.previous())] : kept;
+    if constexpr (kKeepsTile) kept = next;
+    const Tile& now = kKeepsTile ? kept : shared.tiles[place_of(q_at.previous())];
     bool taken = !kTakesLate, announced = false;
     if constexpr (!kTakesLate) take_next();
     for (int count = 2; behind >= now.blocks.begin; ++count) {
