@@ -19,6 +19,7 @@ from cuflash.problem import Problem
 from cuflash.schedules import mma, simt
 from cuflash.schedules.base import MMA, key_tiles, padded, query_tiles, tiles
 from cuflash.schedules.base import in_turns as in_turns
+from cuflash.schedules.order import power_of_two_below
 from cuflash.schedules.order import turns_section as turns_section
 from cuflash.schedules.rows import BackwardConvertSimt
 from cuflash.schedules.simt import BackwardSimt, ForwardSimt
@@ -188,7 +189,8 @@ class SplitPlanes:
 
     def zeroed(self, problem: Problem) -> dict[str, tuple[int, int]]:
         """What of that has to be 0 before: first byte and size."""
-        return {"magnitudes": self.counters(problem)}
+        begin, size = self.counters(problem)
+        return {"magnitudes": (begin, size)} if size else {}
 
 
 def split_arrays(problem: Problem, arrays: int) -> list[tuple[int, int, int]]:
@@ -209,7 +211,7 @@ def splitting(
     pieces = padded(max(problem.head_dim, problem.head_dim_v), STEP) // 4
     lanes = 1 << min(5, (pieces - 1).bit_length())
     columns = tiles(pieces, lanes)
-    thread_rows = SPLIT_PIECES // columns if columns == 1 else 4  # the others spill
+    thread_rows = SPLIT_PIECES if columns == 1 else 4  # the others spill
     aligned = aligned and not (problem.head_dim % 4 or problem.head_dim_v % 4)
     blocks = SPLIT_BLOCKS if aligned else SPLIT_BLOCKS - 1  # loads of single numbers take registers
     together = max(1, device.multiprocessors * blocks // 2)
@@ -221,7 +223,7 @@ def splitting(
         thread_rows=thread_rows,
         parts=SPLIT_PARTS,
         rows=SPLIT_THREADS // lanes * (thread_rows + SPLIT_PARTS * (4 // columns)),
-        most_tiles=1 << (together.bit_length() - 1),
+        most_tiles=power_of_two_below(together),
         blocks_per_sm=blocks,
         aligned=aligned,
         grouped=grouped and problem.group > 1,
