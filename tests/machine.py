@@ -221,8 +221,10 @@ CODES = {
     "int32": (0, 32),
     "bool": (6, 8),
 }
-_get = ctypes.pythonapi.PyCapsule_New
-_get.restype, _get.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+# Of its own: what `ctypes.pythonapi` hands out is shared with every library, which may set other types.
+_get = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 
 
 class Library(ModuleType):
