@@ -361,10 +361,7 @@ def hvp(
 
 def workspace(plan: Plan) -> dict[str, Any]:
     """What the kernels of a plan need beside the call's arrays, by field name; free again on this stream when it is dropped."""
-    return {
-        name: (cupy.zeros if name in plan.cleared else cupy.empty)(size, cupy.uint8)
-        for name, size in plan.workspace().items()
-    }
+    return {name: cupy.empty(size, cupy.uint8) for name, size in plan.workspace().items()}
 
 
 def sums_array(shape: tuple[int, ...], dtype: Any, to: Any = None) -> Any:

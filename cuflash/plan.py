@@ -73,9 +73,8 @@ class Plan:
     turns_bytes: int = 0
     bounds_bytes: int = 0
     passes_bytes: Mapping[str, int] = field(default_factory=dict)  # what first passes write
-    zeroed: Mapping[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # where parts of these are 0 when the steps begin
+    #: what of the workspace is 0 when the steps begin, by field name: first byte and size; the rest may hold anything
+    zeroed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     overwritten: frozenset[str] = frozenset()  # gradients of operands that need not be 0 before
     encoded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # tensor maps by array and address
 
@@ -89,9 +88,6 @@ class Plan:
         needed = {"statistics": self.statistics_bytes, "dq_sum": self.dq_sum_bytes, "turns": self.turns_bytes}
         needed |= {"bounds": self.bounds_bytes, **self.passes_bytes}
         return {name: size for name, size in needed.items() if size}
-
-    #: what of the workspace is 0 when the steps begin; the rest may hold anything
-    cleared = ("bounds",)
 
     def arguments(
         self, pointers: Mapping[str, int], encode: Callable[[TensorMap, int], bytes] = tensormap.encode
@@ -367,7 +363,9 @@ def plan_backward(
         rest = replace(rest, deterministic=main.deterministic, sum_digits=main.sum_digits)
         steps = [*steps_of(problem, split.names(names), before), *steps_of(problem, names, delta, main, rest, convert)]
         split_bytes, zeroed = before.workspace(problem), before.zeroed(problem)
+    bounds_bytes = BOUNDS_BYTES * (problem.batch_size + 1) if main.sum_digits else 0
     if main.sum_digits:
+        zeroed = {**zeroed, "bounds": (0, bounds_bytes)}
         around = rows.BackwardBounds(), rows.BackwardSums(main.sum_digits)
         before_all, after_all = steps_of(problem, names, *around)
         steps = [before_all, *steps, after_all]
@@ -396,7 +394,7 @@ def plan_backward(
         statistics_bytes=2 * real * lines,
         dq_sum_bytes=real * lines * main.dq_width if sums_dq else 0,
         turns_bytes=4 * counters,
-        bounds_bytes=BOUNDS_BYTES * (problem.batch_size + 1) if main.sum_digits else 0,
+        bounds_bytes=bounds_bytes,
         passes_bytes={**split_bytes, **ahead_bytes},
         zeroed=zeroed,
         overwritten=frozenset({"dbias"} if getattr(main, "returns_bias", False) else ()),

@@ -416,7 +416,7 @@ def test_gradients_of_a_bias_that_is_broadcast_are_summed_in_fixed_point(shape, 
     assert kernels[True] == ["backward_bounds", *kernels[False], "backward_sums"]
     assert [plan.main.config.sum_digits for plan in made.values()] == [0, words]
     assert made[True].workspace()["bounds"] == 16 * 3
-    assert made[True].cleared == ("bounds",)
+    assert made[True].zeroed == {"bounds": (0, 16 * 3)}
     extra = set(made[True].workspace()) - set(made[False].workspace())
     assert extra == {"bounds", "turns"}
     assert all(step.blocks for step in made[True].steps)

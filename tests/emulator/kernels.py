@@ -312,10 +312,7 @@ def backward(
     plan = planning.plan_backward.__wrapped__(problem, device, places, run.deterministic, run.requested)
     for name in plan.overwritten:
         sums[name][...] = poison((), sums[name].dtype)
-    workspace = {
-        name: memory.like(np.zeros(n, np.uint8) if name in plan.cleared else poison((n,), np.uint8), name)[0]
-        for name, n in plan.workspace().items()
-    }
+    workspace = {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}
     execute(plan, {**arrays, **workspace}, run, call)
     memory.check()
     if run.watch is not None:
