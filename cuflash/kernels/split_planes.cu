@@ -215,12 +215,12 @@ __device__ __forceinline__ bool decide(const Params& p, int key_head) {
 __device__ __forceinline__ void announce(const Params& p, const Work& work, const Magnitudes& found) {
   const int lane = threadIdx.x, key_head = work.key_head(p);
   for (int i = lane; i < work.heads; i += 32) exponents(p, work.array)[work.first_head + i] = found.exponent();
-  u64* const units = unit_counter<Config::kArrays>(p, Config::kArrays, key_head);
+  u32* const units = unit_counter<Config::kArrays>(p, Config::kArrays, key_head);
   bool last = false;
   if (lane == 0) {
     *unit_magnitudes<Config::kArrays>(p, work.array, work.first_head) = found;
     const int of_queries = (Config::kArrays - 2) * (p.group / heads_of_unit<Config>(p, kSplitQ));
-    last = int(arrive(units, 1)) == 2 + of_queries - 1;
+    last = int(arrive(units)) == 2 + of_queries - 1;
   }
   if (!__shfl_sync(0xffffffffu, int(last), 0)) return;
   const bool suits = decide(p, key_head);
@@ -275,8 +275,8 @@ __device__ __forceinline__ void settle(const Params& p, Shared& shared) {
 
 // By one thread: the block is done with what was posted, and whether it is the last.  Whoever is sees all marks.
 __device__ __forceinline__ bool leave(const Params& p, const Work& work) {
-  u64* const counter = unit_counter<Config::kArrays>(p, work.array, work.first_head);
-  return int(arrive(counter, 1)) == work.unit_tiles() - 1;
+  u32* const counter = unit_counter<Config::kArrays>(p, work.array, work.first_head);
+  return int(arrive(counter)) == work.unit_tiles() - 1;
 }
 
 // By the last block of a unit: what was found, and the tiles that were given up.

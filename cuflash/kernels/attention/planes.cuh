@@ -124,18 +124,18 @@ __device__ __forceinline__ Magnitudes* unit_magnitudes(const P& p, int array, in
     if (before < array) at += SplitShape(p, before).heads;
   return at;
 }
-// Behind these, 0 before the launch: how many blocks of a unit are done with what is posted, and in the upper half how many of them gave up; as array kArrays, how
-// many units of a head of keys are known.
-template <int kArrays, class P> __device__ __forceinline__ u64* unit_counter(const P& p, int array, int head) {
+// Behind these, 0 before the launch, a word of 8 bytes of which the first half counts: how many blocks of a unit are done with what
+// is posted; as array kArrays, how many units of a head of keys are known.
+template <int kArrays, class P> __device__ __forceinline__ u32* unit_counter(const P& p, int array, int head) {
   u64* at = reinterpret_cast<u64*>(unit_magnitudes<kArrays>(p, kArrays, 0)) + head;
 #pragma unroll
   for (int before = 0; before < kArrays; ++before)
     if (before < array) at += SplitShape(p, before).heads;
-  return at;
+  return reinterpret_cast<u32*>(at);
 }
 // Behind them, what the tiles of a head post.
 template <class Config, class P> __device__ __forceinline__ u64* tile_posts(const P& p, int array, int head) {
-  u64* at = unit_counter<Config::kArrays>(p, Config::kArrays, p.batch_size * p.heads_k);
+  u64* at = reinterpret_cast<u64*>(unit_counter<Config::kArrays>(p, Config::kArrays, p.batch_size * p.heads_k));
 #pragma unroll
   for (int before = 0; before < Config::kArrays; ++before)
     if (before < array) at += i64(SplitShape(p, before).heads) * tiles_of_head<Config>(p, before);

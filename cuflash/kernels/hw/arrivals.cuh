@@ -12,12 +12,6 @@ __device__ __forceinline__ u32 arrive(u32* counter) {
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(1u) : "memory");
   return before;
 }
-// The same with two counts in one word, to which `more` is added.
-__device__ __forceinline__ u64 arrive(u64* counter, u64 more) {
-  u64 before;
-  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(counter), "l"(more) : "memory");
-  return before;
-}
 // How many have arrived so far; what they wrote may be read.
 __device__ __forceinline__ u32 arrived(const u32* counter) {
   u32 now;
