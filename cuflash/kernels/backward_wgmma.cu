@@ -375,21 +375,16 @@ template <class Storage> struct Consumer {
   __device__ __forceinline__ void release_keys() const {
     if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(shared_address(&shared.channels.keys.empty[key_slot]));
   }
-  // When K is there; keys that no query sees are cleared by all.
+  // When K is there.
   __device__ __forceinline__ void enter(const Cursor<2>& tile) const {
     if constexpr (!kHasRoom) await_values(tile.slot);
     place_of_keys(tile).wait_full(shared.channels.keys);
-    if constexpr (Visibility::kNarrows) {
-      const Range alive = keys_seen_by_any(p, work.place, {0, work.place.seq_q(p)});
-      if (work.keys.begin >= alive.begin && work.keys.end <= alive.end) return;
+    constexpr int kThreads = kGroups * kWarpgroupThreads;
+    clear_unseen_keys<kAllBarrier, kThreads>(p, work, [&](Range rows, int thread) {
       await_values(tile.slot);
-      const Range rows{alive.begin - work.keys.begin, alive.end - work.keys.begin};
-      const int thread = int(threadIdx.x) - kWarpgroupThreads;
-      clear_rows_outside<kGroups * kWarpgroupThreads>(shared.in.k[key_slot], rows, thread);
-      clear_rows_outside<kGroups * kWarpgroupThreads>(shared.in.v, rows, thread);
-      fence_proxy_async();
-      bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
-    }
+      clear_rows_outside<kThreads>(shared.in.k[key_slot], rows, thread);
+      clear_rows_outside<kThreads>(shared.in.v, rows, thread);
+    });
   }
   // The place through which gradients leave, one after the other, may be written again when they have left.
   __device__ __forceinline__ void await_place() const {

@@ -274,11 +274,10 @@ __device__ __forceinline__ bool is_told_any(InputChannels& channels) {
   return channels.heard(0).step.tile >= 0;
 }
 
-// All of them, before the walk: waits for K and V.  Keys that no query sees may be anything, and must not meet a gradient of 0:
-// `clear(rows, thread)` makes zeros of what lies outside these rows.
+// All of them, before the walk: keys that no query sees may be anything, and must not meet a gradient of 0: `clear(rows, thread)`
+// makes zeros of what lies outside these rows.
 template <int kBarrier, int kThreads, class Clear>
-__device__ __forceinline__ void await_keys(const Params& p, InputChannels& channels, const Work& work, Clear clear) {
-  mbarrier_wait(shared_address(&channels.keys.full[0]), 0);
+__device__ __forceinline__ void clear_unseen_keys(const Params& p, const Work& work, Clear clear) {
   if constexpr (Visibility::kNarrows) {
     const Range alive = keys_seen_by_any(p, work.place, {0, work.place.seq_q(p)});
     if (work.keys.begin >= alive.begin && work.keys.end <= alive.end) return;
@@ -287,6 +286,12 @@ __device__ __forceinline__ void await_keys(const Params& p, InputChannels& chann
     fence_proxy_async();
     bar_sync(kBarrier, kThreads);
   }
+}
+// The same when K and V have come.
+template <int kBarrier, int kThreads, class Clear>
+__device__ __forceinline__ void await_keys(const Params& p, InputChannels& channels, const Work& work, Clear clear) {
+  mbarrier_wait(shared_address(&channels.keys.full[0]), 0);
+  clear_unseen_keys<kBarrier, kThreads>(p, work, clear);
 }
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ void await_keys(const Params& p, InputTiles& tiles, InputChannels& channels,
