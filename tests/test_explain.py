@@ -175,7 +175,9 @@ def test_packed_sequences_of_two_tiles_are_told_apart(head_dim: int) -> None:
         return explanation.of_plan(plan.plan_forward(call.problem, HOPPER, places, "wgmma"), "")
 
     short, both = explained(100, 2000), explained(100, 9000)
-    assert None is not short.tile != both.tile is not None
+    assert short.tile is not None
+    assert both.tile is not None
+    assert short.tile != both.tile
     assert any(note.startswith("all sequences have this tile") for note in short.notes)
     (note,) = (note for note in both.notes if note.startswith("sequences of more than"))
     assert f"others {short.tile[0]} queries x {short.tile[1]} keys;" in note

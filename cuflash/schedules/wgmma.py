@@ -560,7 +560,7 @@ def limited_forwards(
     for tile in (*ahead, *tables.get(problem.dtype, tuning.FORWARD_WGMMA)):
         if max(head_dim, head_dim_v) > tile.max_head_dim or modifiers > tile.max_weight:
             continue
-        if keys > min(tile.max_keys, tile.max_keys_from_end if from_end else tile.max_keys):
+        if keys > (min(tile.max_keys, tile.max_keys_from_end) if from_end else tile.max_keys):
             continue
         groups = tile.block_q // GROUP_ROWS
         bias_rows, bias_stages = {"blocks": (tile.block_q, tile.bias_stages), "row": (1, tile.stages)}.get(bias, (0, 0))
