@@ -3,6 +3,7 @@
     python scripts/bench.py --suite foundation --peers torch --out scripts/results/h200-foundation.json
     python scripts/bench.py --suite foundation --cpu --out scripts/results/cpu-foundation.json
     python scripts/bench.py --suite hopper --peers all --out scripts/results/h200-hopper.json
+    python scripts/bench.py --suite use --out scripts/results/h200-use.json
     python scripts/bench.py --suite accuracy --peers torch --out scripts/results/h200-accuracy.json
     python scripts/bench.py --suite precision --peers torch --out scripts/results/h200-precision.json
     python scripts/bench.py --suite sparse --out scripts/results/h200-sparse.json
@@ -1126,7 +1127,8 @@ def packed_processor(session: Session) -> None:
 #: suite -> its parts on a GPU, and those that need none
 SUITES: dict[str, tuple[tuple[Callable[[Session], None], ...], tuple[Callable[[Session], None], ...]]] = {
     "foundation": ((tensor_cores, wide_types, memory, host_time, first_call), (processor,)),
-    "hopper": ((hopper, halves, tensor_use), ()),
+    "hopper": ((hopper, halves), ()),
+    "use": ((tensor_use,), ()),
     "accuracy": ((accuracy,), ()),
     "inputs": ((inputs,), ()),
     "precision": ((wide_types, named_precisions, narrow_types), ()),
