@@ -71,15 +71,22 @@ def stores_gradients(problem: Problem, operands: Mapping[str, Any]) -> bool:
     return names == ("bias",) and ITEMSIZE[problem.dtype] == 2 and operands["bias"].shape == problem.score_shape
 
 
+def may_be_rounded(problem: Problem, operands: Mapping[str, Any], deterministic: bool) -> bool:
+    """Whether there are kernels that sum the gradient of a bias in registers, and round it into the type of the result."""
+    single = len(problem.batch) <= 1 and score_operands(problem.modifiers) == ("bias",)
+    return single and ITEMSIZE[problem.dtype] == 2 and not deterministic
+
+
 def gradient_sums(
-    problem: Problem, operands: Mapping[str, Any], deterministic: bool
+    problem: Problem, operands: Mapping[str, Any], deterministic: bool, rounded: bool = False
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shapes and dtypes of the zeros that a backward by kernels adds the operands' gradients to, by operand.
 
-    Those in fixed point have a last axis more, of their words; those of single terms have the type of the result.
+    Those in fixed point have a last axis more, of their words; those of single terms have the type of the result, and so have
+    sums that shall be `rounded`, which a plan may have to widen (plan.py, Plan.widened).
     """
     digits, of_scores = sum_digits(problem, operands, deterministic), score_operands(problem.modifiers)
-    number, stored = np.dtype(problem.accumulator), stores_gradients(problem, operands)
+    number, stored = np.dtype(problem.accumulator), rounded or stores_gradients(problem, operands)
     found = {}
     for name, shape in gradient_terms(problem, operands).items():
         if digits and name in of_scores:

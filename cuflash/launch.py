@@ -15,7 +15,7 @@ from cuflash import explanation, floor, jit, tensormap
 from cuflash.arrays import named_dtype
 from cuflash.backends import Device, select
 from cuflash.explanation import Explanation
-from cuflash.gradients import gradient_sums, gradient_terms, gradients_type, numbers_of
+from cuflash.gradients import gradient_sums, gradient_terms, gradients_type, may_be_rounded, numbers_of
 from cuflash.place import as_bytes
 from cuflash.plan import (
     Plan,
@@ -277,7 +277,8 @@ def backward(
             f"d{name}": given[f"d{name}"] if f"d{name}" in given else empty(x.shape, problem, x.dtype)
             for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)
         }
-        operands = gradient_sums(problem, call.operands, bool(deterministic))
+        rounded = not batch_invariant and may_be_rounded(problem, call.operands, bool(deterministic))
+        operands = gradient_sums(problem, call.operands, bool(deterministic), rounded)
         sums = {f"d{name}": sums_array(*of, given.get(f"d{name}")) for name, of in operands.items()}
         arrays = backward_arrays(call, out=out, lse=lse, dout=dout, dlse=dlse, **gradients, **sums)
         if batch_invariant:
@@ -288,6 +289,8 @@ def backward(
         plan = plan_backward(
             problem, device(call.q.data.device_id), places, bool(deterministic), requested, batch_invariant
         )
+        for name in plan.widened:
+            arrays[name] = cupy.empty(arrays[name].shape, problem.accumulator)
         for name in sums.keys() - plan.overwritten:
             arrays[name].fill(0)
         memory = workspace(plan)
@@ -365,8 +368,9 @@ def workspace(plan: Plan) -> dict[str, Any]:
 
 
 def sums_array(shape: tuple[int, ...], dtype: Any, to: Any = None) -> Any:
-    """Array for sums, which may hold anything; `to` itself where it can hold them."""
-    return cupy.empty(shape, dtype) if to is None or to.dtype != dtype or to.shape != shape else to
+    """Contiguous array for sums, which may hold anything; `to` itself where it can hold them."""
+    fits = to is not None and to.dtype == dtype and to.shape == shape and to.flags.c_contiguous
+    return to if fits else cupy.empty(shape, dtype)
 
 
 def empty(shape: tuple[int, ...], problem: Problem, dtype: Any) -> Any:

@@ -29,6 +29,14 @@ class Placed:
             and all(s % to == 0 for s in self.strides[: axes - 1])
         )
 
+    def is_broadcast(self, shape: tuple[int, ...]) -> bool:
+        """Whether an element stands for several of that shape."""
+        return any(n > 1 and not stride for n, stride in zip(shape, self.strides, strict=True))
+
+    def widened(self, itemsize: int) -> Placed:
+        """An aligned array of larger elements with the same strides in elements."""
+        return Placed(tuple(s // self.itemsize * itemsize for s in self.strides), itemsize, 0)
+
 
 def placed(array: Any, shape: tuple[int, ...], address: int) -> Placed:
     """Place of an array that is broadcast to `shape`."""

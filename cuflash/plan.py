@@ -76,6 +76,9 @@ class Plan:
     #: what of the workspace is 0 when the steps begin, by field name: first byte and size; the rest may hold anything
     zeroed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     overwritten: frozenset[str] = frozenset()  # gradients of operands that need not be 0 before
+    widened: frozenset[str] = (
+        frozenset()
+    )  # those that kernels sum in memory, in place of what was offered in the type of the result
     encoded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # tensor maps by array and address
 
     @property
@@ -290,8 +293,7 @@ def map_of(name: str, problem: Problem, place: Placed, config: Any) -> TensorMap
     """The map of one array of a kernel."""
     rows = config.box_rows[name]
     if name == "dbias":
-        dtype = problem.accumulator if config.sums_bias else problem.dtype
-        return tensormap.of_bias(problem, place, rows, 0, name, dtype)
+        return tensormap.of_bias(problem, place, rows, 0, name, problem.dtype)
     if name == "bias":
         return tensormap.of_bias(problem, place, rows, config.block_k if rows == 1 else 0)
     return tensormap.describe(name, problem, place, rows)
@@ -317,13 +319,22 @@ def plan_backward(
     itemsize = ITEMSIZE[problem.dtype]
     aligned = all(at[name].aligned(16, axes) for name in ("q", "k", "v", "dout"))
     schedule = backend.schedule_of(problem)
-    if schedule is wgmma:
-        form = "" if batch_invariant else wgmma.bias_form(problem, at)
-        main: Any = wgmma.backward(problem, device.shared_limit, aligned, form, at.get("dbias"), deterministic)
-    else:
-        main = schedule.backward(problem, device.shared_limit, aligned)
+    form = wgmma.bias_form(problem, at) if schedule is wgmma and not batch_invariant else ""
+
+    def chosen(dbias: Placed | None) -> Any:
+        if schedule is wgmma:
+            return wgmma.backward(problem, device.shared_limit, aligned, form, dbias, deterministic)
+        return schedule.backward(problem, device.shared_limit, aligned)
+
+    main, widened = chosen(at.get("dbias")), False
     if "dbias" in at and at["dbias"].itemsize == itemsize < 4:
-        main = replace(main, stores_gradients=True)
+        sums = at["dbias"].is_broadcast(problem.score_shape)
+        widened = sums and not getattr(main, "dbias_apart", False)
+        if widened:
+            at["dbias"] = at["dbias"].widened(np.dtype(problem.accumulator).itemsize)
+            main = chosen(at["dbias"])
+        elif not sums:
+            main = replace(main, stores_gradients=True)
     delta_aligned = all(at[name].aligned(16, axes) for name in ("out", "dout"))
     has_planes = getattr(main, "has_planes", False)
     delta = rows.delta(problem, itemsize, main.block_q, delta_aligned, main.statistics_rows, has_planes)
@@ -332,8 +343,9 @@ def plan_backward(
     padded = delta.rows_padded(problem)
     lines = problem.batch_size * problem.heads_q * padded
     counters = heads_in_turns = 0
+    returns_bias, dbias_apart = getattr(main, "returns_bias", False), getattr(main, "dbias_apart", False)
     # Else it is made of the blocks of dbias, or of scores of its own.
-    sums_dq = not (getattr(main, "returns_bias", False) or getattr(main, "dq_apart", False))
+    sums_dq = not (returns_bias or getattr(main, "dq_apart", False))
     if deterministic and lines:  # without a query nothing is summed
         words = words_of_sums(problem, at)
         main = schedule.in_turns(main, words) if sums_dq else replace(main, sum_digits=words)
@@ -342,13 +354,17 @@ def plan_backward(
             delta = replace(delta, key_tile=main.block_k, turns=main.dq_chunks)
             counters = 1 + lines // main.block_q * main.dq_chunks  # the first one counts blocks
             heads_in_turns = schedule.turns_section(problem, main)
-    if getattr(main, "persistent", False) and not counters:
+    if (dbias_apart or getattr(main, "persistent", False)) and not counters:
         delta, counters = replace(delta, counts=True), 1
     convert = schedule.convert(problem, main)
     if problem.is_packed and isinstance(convert, BackwardConvert):
         delta = replace(delta, sum_warps=convert.warps, sum_warp_columns=convert.dq_warp_columns)
     names = chain_names(problem)
     steps = [Step(variant_of(problem, names, c), grid(c, problem, device)) for c in (delta, main, convert)]
+    if dbias_apart:
+        sum_of_bias = wgmma.sum_of_bias(problem, main, device.shared_limit, at["dbias"])
+        blocks = min(sum_of_bias.blocks(problem) * wgmma.biases(problem, at["dbias"]), device.multiprocessors)
+        steps.append(Step(variant_of(problem, names, sum_of_bias), blocks))
     split_bytes: Mapping[str, int] = {}
     zeroed: Mapping[str, tuple[int, int]] = {}
     of_segments: Mapping[str, int] = {}
@@ -397,7 +413,8 @@ def plan_backward(
         bounds_bytes=bounds_bytes,
         passes_bytes={**split_bytes, **ahead_bytes},
         zeroed=zeroed,
-        overwritten=frozenset({"dbias"} if getattr(main, "returns_bias", False) else ()),
+        overwritten=frozenset({"dbias"} if returns_bias or dbias_apart else ()),
+        widened=frozenset({"dbias"} if widened else ()),
     )
 
 

@@ -97,8 +97,9 @@ def of_emulator(cases: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def of_matrix(cases: list[pytest.Item]) -> set[pytest.Item]:
-    """Kernels that have together what all have."""
-    return set(cover(sorted(cases, key=most_options_first), compiled, set()))
+    """Kernels of each test that have together what all have."""
+    tests = (list(group) for _, group in groupby(cases, key=lambda case: case.nodeid.partition("[")[0]))
+    return {case for test in tests for case in cover(sorted(test, key=most_options_first), compiled, set())}
 
 
 def left_out(items: list[pytest.Item], named: Iterable[str]) -> set[pytest.Item]:

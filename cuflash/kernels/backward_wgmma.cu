@@ -12,7 +12,7 @@
 // Mostly blocks stay and take one tile of keys after the other: what the next one is, its keys and its first queries are on their way
 // when one ends.  Where there is room, K has two places and dV and dK leave through one of their own, so that a warpgroup begins the
 // next tile while the other one ends the last; else these leave through the place of dS.
-// Where the gradient of a bias leaves in blocks, another kernel makes dQ of them.
+// Where the gradient of a bias leaves in blocks, another kernel makes dQ of them; where it is a sum, another one makes it.
 // Where tiles are hidden, these threads are warps that pass over them, and the first tells the consumers which step it is.
 // Invariants: producer and consumers walk the same steps; rows of Q, dO beyond seq_q and keys that nobody sees are zeros in
 // shared memory.
@@ -95,8 +95,8 @@ static_assert(!(kHasPlanes && (kAddsGradients || Config::kDeterministic)),
 constexpr bool kLeavesRows = kPacked && !Config::kDeterministic;
 // The gradient of a row of a bias that is held stays with it; in fixed point a term has no room for a whole walk.
 constexpr bool kKeepsKeySums = Config::kHoldsBias && kSumDigits == 0;
-constexpr bool kBlocksLeave =
-    Config::kReturnsBias || Config::kSumsBias;  // of the gradient of a bias, by a thread of its own
+// Gradients of operands that this kernel makes; of a bias some leave in blocks, by a thread of its own.
+constexpr bool kAddsOwnGradients = kAddsGradients && !Config::kDbiasApart;
 
 typedef MmaFragment<1, Config::kBlockQ / 8, true> ScoreFragment;
 
@@ -136,6 +136,7 @@ template <class Storage> struct Consumer {
 
   // Modifiers, and turns in packs, leave no registers to keep descriptors and coordinates in from step to step.
   __device__ __forceinline__ int own_rows() const { return (kRecomputes ? recomputed(group) : group) * kWarpgroupRows; }
+  __device__ __forceinline__ int own_keys() const { return kRecomputes ? recomputed(key_slot) : key_slot; }
   __device__ __forceinline__ u32 own_thread() const {
     constexpr bool kHasNone = kRecomputes || (kHasRoom && kPacked && Config::kDeterministic);
     return kHasNone ? recomputed(threadIdx.x) : threadIdx.x;
@@ -184,7 +185,7 @@ template <class Storage> struct Consumer {
     constexpr u64 kDsPanel = GradientTile::kPanelBytes >> 4, kKeyPanel = KeyTile::kPanelBytes >> 4;
     wgmma_fence();
     wgmma_columns_columns<Config::kBlockK>(dq, operand(shared.ds(of.slot)) + (kSplitsRows ? group * kDsPanel : 0),
-                                           operand(shared.in.k[key_slot]) + (kSplitsRows ? 0 : group * kKeyPanel));
+                                           operand(shared.in.k[own_keys()]) + (kSplitsRows ? 0 : group * kKeyPanel));
     wgmma_commit_group();
   }
   __device__ __forceinline__ void finish_dq(float (&dq)[kDqColumns / 2], Cursor<2> of) const {
@@ -231,20 +232,19 @@ template <class Storage> struct Consumer {
     const Statistics& statistics = shared.channels.statistics[cursor.slot];
     probabilities_of(s, s_at, statistics, units);
     probabilities.pack<Element>(s);
-    if constexpr (!kAddsGradients) scale_by(s, slopes);
+    if constexpr (!kAddsOwnGradients) scale_by(s, slopes);
     if constexpr (Config::kLateDp) issue_dp(dp);
     wgmma_wait_group<0>();
     pin(dp);
     score_gradients_of(s, dp, s_at, statistics, units);
-    if constexpr (kAddsGradients) {  // they are gradients of what comes behind the slopes
+    if constexpr (kAddsOwnGradients) {  // they are gradients of what comes behind the slopes
       if constexpr (kKeepsKeySums) {
 #pragma unroll
         for (int slot = 0; slot < ScoreFragment::kSlots; ++slot)
           key_sums[slot] += thread_row_sum<ScoreFragment>(s, slot);
-      } else if constexpr (!kBlocksLeave) {
+      } else if constexpr (!Config::kReturnsBias) {
         for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, s_at, view, p, place, corner); });
       }
-      bias.hand_over(s, s_at);
       add_score_gradients(s, slopes, s_at, p, place, corner);
       scale_by(s, slopes);
     }
@@ -590,7 +590,7 @@ template <class P> __device__ __forceinline__ void clear_hidden_bias(const P& p,
 // One thread: what consumers make of the gradient of a bias.
 __device__ __forceinline__ void return_bias(const Params& p, SharedStorage& shared, const Work& work) {
   Step step(p, work);
-  BiasReturner<kBlocksLeave ? Config::kBiasStages : 0> returner;
+  BiasReturner<Config::kReturnsBias ? Config::kBiasStages : 0> returner;
   for (int i = 0; i < work.steps; ++i) {
     returner.store(p, shared, shared.channels, work.batch, step.head, step.tile * Config::kBlockQ, work.keys.begin);
     step.advance(p, work);
@@ -624,7 +624,7 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
     const u32 leader = threadIdx.x / kProducers * kProducers;  // of those that walk together
     if (leader == 0) produce(p, shared.in, shared.channels, shared, work);
     keep_turns(p, shared.turns_of_dq, work, leader);
-    if (kBlocksLeave && threadIdx.x == 96) return_bias(p, shared, work);
+    if (Config::kReturnsBias && threadIdx.x == 96) return_bias(p, shared, work);
     if (threadIdx.x >= 32 && threadIdx.x < 96) clear_hidden_bias(p, shared.channels.work);
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();

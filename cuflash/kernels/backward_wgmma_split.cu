@@ -60,6 +60,9 @@ struct SharedStorage : BiasTiles {
 };
 static_assert(sizeof(SharedStorage) == Config::kSharedBytes, "schedules/wgmma.py disagrees");
 
+// Two parts of the keys, changes of scores and hidden tiles leave no registers to keep what a block works on.
+constexpr bool kLooksUp = kParts > 1 || kPassesOver || !Score::kIdentity;
+
 // One warpgroup: what both kinds have.
 template <int kGroup> struct Consumer {
   const Params& p;
@@ -179,13 +182,13 @@ struct ValueConsumer : Consumer<0> {
     arrive_by_warp(p_cursor.full(shared.probabilities));
     p_cursor.advance();
   }
-  __device__ __forceinline__ void walk() {
+  __device__ __forceinline__ void walk(int steps) {
     Scores s;
     RegisterOperand<Config::kBlockQ / 16> probabilities;
     int before = -1;
     issue_scores(s, 0);
 #pragma unroll 1
-    for (int rest = work.steps; rest > 0; --rest) {
+    for (int rest = steps; rest > 0; --rest) {
       wgmma_wait_group<0>();
       pin(s);
       form_probabilities(s, probabilities, 0);
@@ -295,10 +298,9 @@ struct KeyConsumer : Consumer<1> {
     p_cursor.advance();
     if constexpr (kAddsGradients) {  // no modifier has slopes or is asked for its scores (schedules/wgmma.py)
       const Step step = at.step(shared.channels, cursor.slot);
-      const Work& told = shared.channels.work;  // no registers are left to keep it in
-      Place place = told.place;
+      Place place = work.place;
       place.head = step.head;
-      const Corner corner{step.tile * Config::kBlockQ, told.keys.begin};
+      const Corner corner{step.tile * Config::kBlockQ, work.keys.begin};
       const ScoreFragment here(warp_row(), 0, recomputed(threadIdx.x));
       for_each_operand_gradient(p, [&](const View& view) { add_operand_gradient(s, here, view, p, place, corner); });
       add_score_gradients(s, ScoreSlopes<ScoreFragment>(), here, p, place, corner);
@@ -339,12 +341,12 @@ struct KeyConsumer : Consumer<1> {
       form_pieces<kFirst + Piece::kSize>(dp, part);
     }
   }
-  __device__ __forceinline__ void walk() {
+  __device__ __forceinline__ void walk(int steps) {
     Scores dp;
     RegisterOperand<Config::kBlockQ / 16> gradients;
     issue_dp(dp, 0);
 #pragma unroll 1
-    for (int rest = work.steps; rest > 0; --rest) {
+    for (int rest = steps; rest > 0; --rest) {
       wgmma_wait_group<0>();
       pin(dp);
       release_by_warp(shared.channels.douts, cursor.slot);
@@ -480,17 +482,17 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1) CUFLASH_ENTRY(
   } else if (group == 1) {
     setmaxnreg_inc<Config::kConsumerRegisters>();
     await_keys(p, shared, work);
-    ValueConsumer consumer(p, shared, kParts > 1 ? shared.channels.work : work);
+    ValueConsumer consumer(p, shared, kLooksUp ? shared.channels.work : work);
     if (work.steps > 0 && (!kPassesOver || is_told_any(shared.channels)))
-      kParts > 1 ? consumer.walk_parts() : consumer.walk();
+      kParts > 1 ? consumer.walk_parts() : consumer.walk(work.steps);
     bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);  // nobody reads K or V any more
     consumer.store(shared.in.v, consumer.dv, 1.f, p.dv_map);
   } else {
     setmaxnreg_inc<Config::kKeyRegisters>();
     await_keys(p, shared, work);
-    KeyConsumer consumer(p, shared, kParts > 1 ? shared.channels.work : work);
+    KeyConsumer consumer(p, shared, kLooksUp ? shared.channels.work : work);
     if (work.steps > 0 && (!kPassesOver || is_told_any(shared.channels)))
-      kParts > 1 ? consumer.walk_parts() : consumer.walk();
+      kParts > 1 ? consumer.walk_parts() : consumer.walk(work.steps);
     bar_sync(kAllBarrier, kGroups * kWarpgroupThreads);
     consumer.store(shared.in.k[0], consumer.dk, p.scale, p.dk_map);
   }

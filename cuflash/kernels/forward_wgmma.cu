@@ -154,18 +154,18 @@ __device__ __forceinline__ int tile_count(const Params& p) {
 }
 
 // What a warpgroup has to do with a tile.
+constexpr bool kSkips = Visibility::kNarrows && !kTells;  // blocks that only others see
 struct Work {
   Place place;
-  int row;          // the tile's first
   int first, last;  // blocks of keys that its own rows see
   int skipped;      // blocks behind them that only others see
   Range open;       // those that all of its rows see whole
 
   __device__ __forceinline__ Work(const Params& p, const Tile& tile, int group)
-      : place(place_of(p, tile)), row(tile.row), first(tile.blocks.begin), last(tile.blocks.end), skipped(0) {
-    const int own = row + group * kWarpgroupRows, seq_q = place.seq_q(p);
+      : place(place_of(p, tile)), first(tile.blocks.begin), last(tile.blocks.end), skipped(0) {
+    const int own = tile.row + group * kWarpgroupRows, seq_q = place.seq_q(p);
     const Range rows{min(own, seq_q - 1), min(own + kWarpgroupRows, seq_q)};
-    if constexpr (Visibility::kNarrows && !kTells) {
+    if constexpr (kSkips) {
       // Keys are skipped before values are, so no more than there is room for beside the first that are used.
       const int seen = tiles_of(keys_seen_by_any(p, place, rows).end, Config::kBlockK);
       skipped = min(last - max(first + 1, min(last, seen)), Config::kStages - 1);
@@ -553,8 +553,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
         scores_of<false>(s, slopes, at, p, place_of(p, now), {now.row, block.number * Config::kBlockK}, open,
                          units.scale, bias);
       } else {
-        scores_of<false>(s, slopes, s_at, p, work.place, {work.row, block.number * Config::kBlockK}, open, units.scale,
-                         bias);
+        scores_of<false>(s, slopes, s_at, p, work.place, {shared.tiles[tile].row, block.number * Config::kBlockK}, open,
+                         units.scale, bias);
       }
       bool subtracted = false;
       moved = softmax.rebase(s, alpha, subtracted, units);
@@ -583,13 +583,15 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& shared, 
     k_at.wait_full(shared.keys);
     block.enter(work, shared.told[k_at.slot]);
   };
+  // At the first block, behind which are those that were skipped: no register is left to remember how many.
   const auto skip_values = [&](const Work& work) {
-    for (int rest = work.skipped; rest > 0; --rest) {
-      clean_values(work, work.last + rest - 1);
-      v_at.wait_full(shared.values);
-      bar_sync(kGroupBarrier + group, kWarpgroupThreads);
-      release_values();
-    }
+    if constexpr (kSkips)
+      for (int rest = shared.tiles[tile].blocks.end - 1 - block.number; rest > 0; --rest) {
+        clean_values(work, block.number + rest);
+        v_at.wait_full(shared.values);
+        bar_sync(kGroupBarrier + group, kWarpgroupThreads);
+        release_values();
+      }
   };
   const auto first_step = [&](Softmax& softmax, const Work& work) {
     softmax_step(softmax, work, block.is_open(work), false);

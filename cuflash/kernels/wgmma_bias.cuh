@@ -4,6 +4,7 @@
 // for all queries, are brought into shared memory by the thread that loads (kBiasRows, kBiasStages); a row whose keys stay with
 // a warp is held in registers (kHoldsBias).  In all other cases attention/score.cuh reads memory.
 #pragma once
+#include "bias_corner.cuh"
 #include "attention/score.cuh"
 #include "hw/gemm_wgmma.cuh"
 
@@ -11,17 +12,13 @@ template <bool kIsRow> struct BiasBlock { typedef RowTile<Config::kBlockK> Tile;
 template <> struct BiasBlock<false> { typedef PanelTile<Config::kBiasRows, Config::kBlockK> Tile; };
 
 // In shared memory; nothing at all where no bias is brought.
-// Its gradient leaves a block at a time: where elements are single terms, in the place of the bias (kReturnsBias), else as
-// float32 that is added to sums (kSumsBias).
-template <bool kSums> struct BiasSums {};
-template <> struct BiasSums<true> { PanelTile<Config::kBlockQ, Config::kBlockK, sizeof(float)> bias_sums; };
-template <int kStages> struct BiasTilesOf : BiasSums<Config::kSumsBias> {
-  BiasBlock<Config::kBiasRows <= 1>::Tile bias[kStages];
-};
+// Its gradient, where elements are single terms, leaves a block at a time in the place of the bias (kReturnsBias); others are summed
+// by backward_wgmma_bias.cu (kDbiasApart).
+template <int kStages> struct BiasTilesOf { BiasBlock<Config::kBiasRows <= 1>::Tile bias[kStages]; };
 template <> struct BiasTilesOf<0> {};
 template <int kStages> struct BiasChannelsOf {
   Channel<kStages> biases;
-  Channel<Config::kSumsBias ? 1 : kStages> gradients_of_bias;
+  Channel<kStages> gradients_of_bias;
 
   // By one thread, before a barrier of the block; each of the warps gives back a slot, or makes its part of a gradient.
   __device__ __forceinline__ void init_bias(int warps) {
@@ -35,15 +32,6 @@ template <> struct BiasChannelsOf<0> {
 typedef BiasTilesOf<Config::kBiasStages> BiasTiles;
 typedef BiasChannelsOf<Config::kBiasStages> BiasChannels;
 
-// A block in the map of a bias or its gradient, where axes along which it is broadcast have one element.
-template <class P>
-__device__ __forceinline__ BoxCorner bias_corner(const P& p, const View& view, int batch, int head, int q, int k) {
-  bool is_of_entry = false;
-#pragma unroll
-  for (int axis = 0; axis < kBatchAxes; ++axis) is_of_entry |= view.batch[axis] != 0;
-  return {k, view.row ? q : 0, view.head ? head : 0, is_of_entry ? batch : 0};
-}
-
 // The thread that loads, or all of a warp that keep its cursor, of which one `leads`.
 template <int kStages> struct BiasWriter {
   Cursor<kStages> at;
@@ -55,7 +43,7 @@ template <int kStages> struct BiasWriter {
     at.wait_empty(channels.biases);
     if (leads) {
       const View& view = WithArray<P>::added(p);
-      load_inside(to.bias[at.slot], p.bias_map, at.full(channels.biases), bias_corner(p, view, batch, head, q, k),
+      load_inside(to.bias[at.slot], p.bias_map, at.full(channels.biases), bias_corner(view, batch, head, q, k),
                   p.seq_k - k, view.head ? CachePolicy::kEvictFirst : CachePolicy::kEvictNormal);
     }
     at.advance();
@@ -68,23 +56,16 @@ template <> struct BiasWriter<0> {
 
 // One thread: takes blocks of gradients that all warps have made to memory, and hands their places back.
 template <int kStages> struct BiasReturner {
-  Cursor<Config::kSumsBias ? 1 : kStages> at;
+  Cursor<kStages> at;
 
   template <class P>
   __device__ __forceinline__ void store(const P& p, BiasTilesOf<kStages>& from, BiasChannelsOf<kStages>& channels,
                                         int batch, int head, int q, int k) {
     at.wait_full(channels.gradients_of_bias);
-    const BoxCorner corner = bias_corner(p, p.dbias, batch, head, q, k);
-    if constexpr (Config::kSumsBias)
-      store_inside<true>(from.bias_sums, p.dbias_map, corner, p.seq_k - k);
-    else
-      store_inside<false>(from.bias[at.slot], p.dbias_map, corner, p.seq_k - k);
+    store_inside(from.bias[at.slot], p.dbias_map, bias_corner(p.dbias, batch, head, q, k), p.seq_k - k);
     cp_async_bulk_commit_group();
     cp_async_bulk_wait_group_read<0>();
-    if constexpr (Config::kSumsBias)
-      at.release(channels.gradients_of_bias);
-    else
-      at.release(channels.biases);
+    at.release(channels.biases);
     at.advance();
   }
 };
@@ -102,9 +83,7 @@ struct BiasUser {
   __device__ __forceinline__ void release() {}
   // Of the keys from `first` on, for the queries of a head.
   template <class Fragment> __device__ __forceinline__ void enter(const Params&, const Place&, int, const Fragment&) {}
-  // The gradients of the scores of a block, once as they are and once as an operand whose rows are keys.
-  template <class Fragment>
-  __device__ __forceinline__ void hand_over(const Real (&)[Fragment::kSize], const Fragment&) {}
+  // The gradients of the scores of a block, as an operand whose rows are keys.
   template <int kSteps, class Fragment>
   __device__ __forceinline__ void hand_over(const RegisterOperand<kSteps>&, const Fragment&) {}
   // Where blocks go round with others, in as many slots: registers need to hold but one place.
@@ -120,12 +99,10 @@ template <int kStages, bool kHolds> struct BiasReader : BiasUser {  // brought
   BiasTilesOf<kStages>& tiles;
   BiasChannelsOf<kStages>& channels;
   Cursor<kStages> at;
-  Cursor<1> sums_at;
 
   __device__ __forceinline__ BiasReader(BiasTilesOf<kStages>& t, BiasChannelsOf<kStages>& c) : tiles(t), channels(c) {}
   template <int kSlots> __device__ __forceinline__ void stand_at(const Cursor<kSlots>& place) {
     if constexpr (kSlots == kStages) at = {place.slot, place.phase};
-    sums_at.phase = place.slot;
   }
   __device__ __forceinline__ void release() {
     release_by_warp(channels.biases, at.slot);
@@ -149,16 +126,6 @@ template <int kStages, bool kHolds> struct BiasReader : BiasUser {  // brought
   __device__ __forceinline__ void add_to(Real (&s)[Fragment::kSize], const Fragment& f, Real scale) {
     try_on(s, f, scale);
     if constexpr (!Config::kReturnsBias) release();
-  }
-  template <class Fragment>
-  __device__ __forceinline__ void hand_over(const Real (&gradients)[Fragment::kSize], const Fragment& f) {
-    if constexpr (Config::kSumsBias) {
-      sums_at.wait_empty(channels.gradients_of_bias);
-      store_columns(tiles.bias_sums, gradients, f);
-      fence_proxy_async();
-      arrive_by_warp(sums_at.full(channels.gradients_of_bias));
-      sums_at.advance();
-    }
   }
   template <int kSteps, class Fragment>
   __device__ __forceinline__ void hand_over(const RegisterOperand<kSteps>& gradients, const Fragment& f) {

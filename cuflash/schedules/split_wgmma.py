@@ -156,7 +156,7 @@ class BackwardSplitWgmma:
     bias_stages: int = 0
     holds_bias: bool = False
     returns_bias: bool = False
-    sums_bias: bool = False
+    dbias_apart: bool = False
     stays: bool = False
     key_stages: int = 1
 

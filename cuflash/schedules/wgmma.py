@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ TOLD_BYTES = 8  # and of a block of keys
 TOLD_STEP_BYTES = 20  # and in the backward, of a step
 WORK_BYTES = 48 + SEGMENT_BYTES  # what a block of the backward is told of its tile of keys
 SUM_BYTES = 4  # of the sums of gradients
+BIAS_TILE_BYTES = 36  # what a block is told of its tile of the gradient of a bias, and who shares it
 BROUGHT = 3  # weight of a bias that comes ahead
 SCORED = 8  # weight of what looks at single scores
 
@@ -89,7 +91,6 @@ class ForwardWgmma:
     bias_apart: bool = False  # which is the same for all keys, and moves lse alone
     holds_bias: bool = False
     returns_bias: bool = False
-    sums_bias: bool = False
     segment_list: int = 0  # of packed sequences, of which the tiles are taken
     from_end: bool = False  # the last tile ends with the queries, and the first one may begin before them
     programmatic: bool = False  # waits by itself for what lies in front of it
@@ -200,7 +201,7 @@ class BackwardWgmma:
     bias_apart: bool = False  # which is the same for all keys, and left to backward_delta.cu
     holds_bias: bool = False  # which is the same for all queries, in registers
     returns_bias: bool = False  # blocks of gradients take the places of those of the bias
-    sums_bias: bool = False  # or are added to sums
+    dbias_apart: bool = False  # or another kernel makes them, of scores of its own
     stays: bool = False  # blocks take tile after tile of keys
     key_stages: int = 1  # places of K; where there are two, results have one of their own as well
 
@@ -227,7 +228,7 @@ class BackwardWgmma:
         """Rows of a copy, by array."""
         queries = {"q": self.block_q, "dout": self.block_q}
         biases = {"bias": self.bias_rows} if self.bias_stages else {}
-        if self.returns_bias or self.sums_bias:
+        if self.returns_bias:
             biases["dbias"] = self.bias_rows
         return {**queries, "k": self.block_k, "v": self.block_k, "dk": GROUP_ROWS, "dv": GROUP_ROWS, **biases}
 
@@ -259,20 +260,15 @@ class BackwardWgmma:
         gradients = 16 if self.returns_bias else 2 * panel_bytes(self.block_k, self.block_q)
         channels = self.told_bytes + channel_bytes(1) + 2 * channel_bytes(self.stages) + channel_bytes(2)
         channels += self.dq_chunks * 2 * channel_bytes(self.stages) if self.deterministic else 8  # of turns
-        channels += channel_bytes(self.bias_stages) + channel_bytes(1 if self.sums_bias else self.bias_stages)
-        sums = panel_bytes(self.block_q, self.block_k, 4) if self.sums_bias else 0
-        return (
-            sums
-            + bias_bytes(self.bias_rows, self.block_k, self.bias_stages)
-            + padded(
-                keys
-                + self.stages * (queries + statistics + TOLD_STEP_BYTES)
-                + gradients
-                + self.exchanged_bytes
-                + self.staying_bytes
-                + channels,
-                PANEL_ALIGNMENT,
-            )
+        channels += 2 * channel_bytes(self.bias_stages)
+        return bias_bytes(self.bias_rows, self.block_k, self.bias_stages) + padded(
+            keys
+            + self.stages * (queries + statistics + TOLD_STEP_BYTES)
+            + gradients
+            + self.exchanged_bytes
+            + self.staying_bytes
+            + channels,
+            PANEL_ALIGNMENT,
         )
 
     def blocks(self, problem: Problem) -> int:
@@ -389,6 +385,55 @@ class BackwardWgmmaDq:
     def blocks(self, problem: Problem) -> int:
         """Tiles of queries."""
         return query_tiles(problem, self.block_q) * problem.heads_q * problem.batch_size
+
+
+MAX_PAIRS = 4  # of factors that are under way to the sum of a bias's gradient
+
+
+@dataclass(frozen=True)
+class BackwardWgmmaBias:
+    """Constants of backward_wgmma_bias.cu: the gradient of a bias by tiles of 128 queries, 64 a warpgroup, and 128 keys."""
+
+    kernel = "backward_wgmma_bias"
+    method = WGMMA
+
+    head_dim: int
+    head_dim_v: int
+    box_of_queries: int  # rows of a copy, and of those whose statistics lie together
+    block_q: int = 2 * GROUP_ROWS
+    block_k: int = 2 * GROUP_ROWS
+    stages: int = 2
+    bias_places: int = 1
+    rounds: bool = False  # into the type of the result
+    producer_registers: int = 40
+    consumer_registers: int = 232
+
+    persistent = True
+    threads = 3 * GROUP_THREADS
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """Columns of its wgmma instructions."""
+        return (self.block_k,)
+
+    @property
+    def box_rows(self) -> Mapping[str, int]:
+        """Names of the main kernel's maps, which it takes as they are."""
+        return dict.fromkeys(("q", "dout", "k", "v", "dk", "dv", "bias"), 0)
+
+    def shared_bytes(self, itemsize: int) -> int:
+        pair = max(
+            panel_bytes(self.block_q, columns) + panel_bytes(self.block_k, columns)
+            for columns in (self.head_dim, self.head_dim_v)
+        )
+        statistics = (self.stages + 1) // 2 * 2 * 4 * self.block_q
+        tiles = self.stages * pair + self.bias_places * panel_bytes(self.block_q, self.block_k) + statistics
+        channels = channel_bytes(self.stages) + channel_bytes(self.bias_places) + channel_bytes(2)
+        return padded(tiles + channels + 2 * BIAS_TILE_BYTES, PANEL_ALIGNMENT)
+
+    def blocks(self, problem: Problem) -> int:
+        """Tiles of scores that share a gradient."""
+        return query_tiles(problem, self.block_q) * key_tiles(problem, self.block_k)
 
 
 MIN_COMPILER = 1209  # older ones refuse a second -arch, which CuPy cannot be kept from giving
@@ -638,19 +683,19 @@ def backward(
         )
     itemsize = itemsize_of_gradient(problem, dbias, bias)
     rich = is_rich(without_bias(problem) if itemsize else problem)
-    summed = bias == "blocks" and itemsize == SUM_BYTES
-    narrow = widest <= PANEL_COLUMNS and not rich and not summed
+    apart = bias == "blocks" and sums_in_registers(problem, dbias, itemsize)
+    narrow = widest <= PANEL_COLUMNS and not rich
     config = BackwardWgmma(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         dq_width=head_dim if narrow else 2 * PANEL_COLUMNS,
         block_q=2 * GROUP_ROWS if narrow else GROUP_ROWS,
-        late_dp=rich or (summed and widest > PANEL_COLUMNS),
+        late_dp=rich,
         bias_rows=(2 * GROUP_ROWS if narrow else GROUP_ROWS) if bias == "blocks" else 0,
-        bias_stages=0 if bias != "blocks" else 2 if summed or not itemsize else 4,
+        bias_stages=0 if bias != "blocks" else 2 if apart or not itemsize else 4,
         holds_bias=bias == "row",
-        returns_bias=bias == "blocks" and itemsize == 2,
-        sums_bias=summed,
+        returns_bias=bias == "blocks" and itemsize == 2 and not apart,
+        dbias_apart=apart,
         producer_registers=producer,
         consumer_registers=consumer,
     )
@@ -660,8 +705,7 @@ def backward(
         config = replace(config, stays=True, key_stages=2 if narrow else 1)
     takes_turns = deterministic and not config.returns_bias  # which leaves dq to another kernel
     fits = replace(config, deterministic=takes_turns).shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit
-    spills = summed and rich and widest > PANEL_COLUMNS
-    if bias and (spills or not fits):
+    if bias and not fits:
         return backward(problem, shared_limit, aligned)  # which reads the bias from memory
     return config
 
@@ -707,16 +751,36 @@ def stays(problem: Problem, config: BackwardWgmma) -> bool:
 
 def itemsize_of_gradient(problem: Problem, dbias: Placed | None, bias: str) -> int:
     """Bytes of an element of a bias's gradient, of sums or single terms; 0 where nothing but additions one by one make it."""
-    dtypes = {2: problem.dtype, SUM_BYTES: "float32"}
-    if not bias or dbias is None or dbias.itemsize not in dtypes:
+    if not bias or dbias is None or dbias.itemsize not in (2, SUM_BYTES):
         return 0
-    if bias == "row":
-        return dbias.itemsize
-    try:
-        tensormap.of_bias(problem, dbias, 1, 0, "dbias", dtypes[dbias.itemsize])
-    except UnsupportedError:
-        return 0
+    if bias == "blocks" and not sums_in_registers(problem, dbias, dbias.itemsize):
+        try:
+            tensormap.of_bias(problem, dbias, 1, 0, "dbias")
+        except UnsupportedError:
+            return 0
     return dbias.itemsize
+
+
+def sums_in_registers(problem: Problem, dbias: Placed | None, itemsize: int) -> bool:
+    """Whether blocks of the gradient of a bias are left to the kernel that sums them before it rounds them."""
+    return itemsize == SUM_BYTES or (itemsize > 0 and dbias is not None and dbias.is_broadcast(problem.score_shape))
+
+
+def sum_of_bias(problem: Problem, main: BackwardWgmma, shared_limit: int, dbias: Placed) -> BackwardWgmmaBias:
+    """The kernel that sums the gradient of a bias that `main` leaves to it; its blocks are those of each bias there is."""
+    rounds = dbias.itemsize < SUM_BYTES
+    config = BackwardWgmmaBias(main.head_dim, main.head_dim_v, main.block_q, rounds=rounds)
+    for stages, places in ((MAX_PAIRS, 2), (MAX_PAIRS, 1), (3, 1)):
+        more = replace(config, stages=stages, bias_places=places)
+        if more.shared_bytes(ITEMSIZE[problem.dtype]) <= shared_limit:
+            return more
+    return config
+
+
+def biases(problem: Problem, place: Placed) -> int:
+    """How many there are, each of a head of a batch entry, or of all that share it."""
+    lengths = (*problem.batch, problem.heads_q)
+    return math.prod(n for n, stride in zip(lengths, place.strides, strict=False) if stride)
 
 
 def convert(problem: Problem, main: BackwardWgmma) -> BackwardConvert | BackwardQueriesWgmma | BackwardWgmmaDq:

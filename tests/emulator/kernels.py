@@ -18,7 +18,7 @@ from cuflash import plan as planning
 from cuflash.api import statistics_shapes
 from cuflash.arrays import named_dtype
 from cuflash.backends import Device, described_device
-from cuflash.gradients import gradient_sums, gradient_terms, gradients_type, numbers_of
+from cuflash.gradients import gradient_sums, gradient_terms, gradients_type, may_be_rounded, numbers_of
 from cuflash.modifiers.base import sum_to
 from cuflash.plan import Plan
 from cuflash.problem import Call
@@ -133,6 +133,7 @@ class Run:
     text: Callable[[Variant], str] = source.build
     watch: Callable[[Mapping[str, np.ndarray]], None] | None = None
     without: tuple[str, ...] = ()
+    rounded: bool = True  # sums that kernels can round, as the library has them
 
 
 def execute(plan: Plan, arrays: Mapping[str, np.ndarray], run: Run, call: Call | None = None) -> None:
@@ -299,7 +300,8 @@ def backward(
     call = guarded_call(call, memory)
     given = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     given = {n: memory.input(movable(x), n) for n, x in given.items() if x is not None}
-    terms = gradient_sums(problem, call.operands, run.deterministic)
+    rounded = run.rounded and may_be_rounded(problem, call.operands, run.deterministic)
+    terms = gradient_sums(problem, call.operands, run.deterministic, rounded)
     gradients = {
         f"d{name}": memory.output(x.shape, x.dtype, f"d{name}", problem.layout, run.place)
         for name, x in (("q", call.q), ("k", call.k), ("v", call.v))
@@ -310,6 +312,8 @@ def backward(
     # Blocks that run at once have a multiprocessor each, those that stay, too.
     device = replace(device, multiprocessors=max(device.multiprocessors, run.residents))
     plan = planning.plan_backward.__wrapped__(problem, device, places, run.deterministic, run.requested)
+    for name in plan.widened:
+        sums[name] = arrays[name] = memory.sums(sums[name].shape, np.dtype(problem.accumulator), name)
     for name in plan.overwritten:
         sums[name][...] = poison((), sums[name].dtype)
     workspace = {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}

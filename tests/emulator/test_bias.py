@@ -10,6 +10,7 @@ import pytest
 
 from cuflash import plan, tuning
 from cuflash.backends import described_device
+from cuflash.gradients import gradient_sums
 from cuflash.schedules import wgmma
 from tests.cases import Case
 from tests.emulator.build import EmulatorError
@@ -134,6 +135,102 @@ def test_keys_that_nobody_sees_may_be_anything() -> None:
     check_call(call, dout, dlse, hopper(), [0, 1], requested="wgmma")
 
 
+#: a bias whose gradient is a sum over heads, entries or both, which a kernel of its own makes
+SHARED = ("b1qk", "1hqk", "11qk")
+
+
+@pytest.mark.parametrize("hiding", ["alone", "causal", "ranges", "mask"])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (40, 120)], ids=str)
+@pytest.mark.parametrize("pattern", SHARED)
+def test_sums_of_those_who_share(pattern: str, sizes: tuple[int, int], hiding: str) -> None:
+    """More heads than places of their factors, tiles of which some entries see nothing, rows and keys that end inside."""
+    options = {"batch": (3,), "seq_q": 150, "seq_k": 264, "dlse": True, **HIDING[hiding]}
+    if hiding == "ranges":
+        options["lengths"] = (264, 100, 0)
+    case = case_of(pattern, "bfloat16", sizes[0], head_dim_v=sizes[1], **options)
+    check(case, hopper(), [SHARED.index(pattern)], requested="wgmma")
+
+
+def test_sums_that_are_not_rounded() -> None:
+    """Of callers whose own code rounds them."""
+    options = {"batch": (2,), "seq_q": 150, "seq_k": 136}
+    check(case_of("1hqk", "float16", 64, **options), hopper(), [1], requested="wgmma", rounded=False)
+
+
+@pytest.mark.parametrize(("deterministic", "rounded"), [(False, True), (False, False), (True, False)])
+def test_sums_have_a_kernel_of_their_own(deterministic: bool, rounded: bool) -> None:
+    """With a block for each tile of each bias, and nothing that must be 0 before; in a fixed order sums have other words."""
+    for pattern, tiles in (("b1qk", 3 * 4), ("1hqk", 4 * 4), ("11qk", 4), ("bhqk", 0), ("1h1k", 0)):
+        call, out, _ = case_of(pattern, "bfloat16", 64, batch=(3,), seq_q=150, seq_k=136).call()
+        terms = gradient_sums(call.problem, call.operands, deterministic, rounded)
+        sums = {f"d{name}": np.zeros(*of) for name, of in terms.items()}
+        lse = np.zeros(call.problem.lse_shape, np.float32)
+        given = {"out": out, "lse": lse, "dout": out, "dq": call.q, "dk": call.k, "dv": call.v, **sums}
+        places = plan.places_of(call.problem, plan.backward_arrays(call, **given))
+        for multiprocessors in (1000, 2):
+            made = plan.plan_backward(call.problem, hopper(multiprocessors), places, deterministic, "wgmma")
+            found = [step.blocks for step in made.steps if step.config.kernel == "backward_wgmma_bias"]
+            assert found == ([min(tiles, multiprocessors)] if tiles and not deterministic else [])
+            assert ("dbias" in made.overwritten) == (pattern == "bhqk" or bool(found))
+            assert ("dbias" in made.widened) == (rounded and pattern == "1h1k")
+
+
+@pytest.mark.parametrize("pattern", SHARED)
+def test_keys_that_none_of_those_who_share_sees_may_be_anything(pattern: str) -> None:
+    options = {"batch": (2,), "seq_q": 150, "seq_k": 264, "lengths": (140, 200)}
+    call, dout, dlse = case_of(pattern, "bfloat16", 64, **options).call()
+    for x in (call.k, call.v):
+        x[0, :, 140:] = x[1, :, 200:] = np.nan
+    check_call(call, dout, dlse, hopper(), [0, 1], requested="wgmma")
+
+
+BUGS_OF_SUMS = {
+    "the bias is read before it is there": ("    bias_at.wait_full(shared.biases);\n", ""),
+    "the bias is never given back": ("release_by_warp(shared.biases, bias_at.slot);", ""),
+    "the bias is that of the tile before": (
+        "        release_by_warp(shared.biases, bias_at.slot);\n        bias_at.advance();",
+        "        release_by_warp(shared.biases, bias_at.slot);",
+    ),
+    "a bias is brought where another is read": ("      bias_at.wait_empty(shared.biases);\n", ""),
+    "factors are read before they are there": (
+        "    cursor.wait_full(shared.pairs);\n    turns.take();",
+        "    turns.take();",
+    ),
+    "factors are given back before they are read": (
+        "    if (!kLateDp) issue_dp(dp);",
+        "    release_by_warp(shared.pairs, of_scores);\n    if (!kLateDp) issue_dp(dp);",
+    ),
+    "factors are never given back": ("    release_by_warp(shared.pairs, cursor.slot);\n", ""),
+    "all have the statistics of the first": (
+        "    release_by_warp(shared.pairs, of_scores);\n    statistics_at.advance();",
+        "    release_by_warp(shared.pairs, of_scores);",
+    ),
+    "the last head is left out": ("Range{0, p.heads_q}", "Range{0, p.heads_q - 1}"),
+    "the last entry is left out": ("Range{0, p.batch_size}", "Range{0, p.batch_size - 1}"),
+    "every entry is one of the first's": ("{0, row, head, entry}", "{0, row, head, 0}"),
+    "keys that nobody sees are left as they are": ("    clean(tile, place);\n", ""),
+    "only the last one counts": ("sums[i] += score_gradient", "sums[i] = score_gradient"),
+    "a tile's sum goes on from the one before": ("      clear(sums);\n", ""),
+    "what a tile is changes while it is asked about": ("    told_at.wait_empty(shared.told);\n", ""),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS_OF_SUMS)
+def test_bugs_of_sums_are_found(bug: str) -> None:
+    found = []
+    for head_dim, pattern in product((64, 128), SHARED):  # with two places of the bias and with one
+        options = {"batch": (3,), "seq_q": 150, "seq_k": 264, "lengths": (264, 200, 140)}
+        call, dout, dlse = case_of(pattern, "bfloat16", head_dim, **options).call()
+        for x in (call.k, call.v):
+            x[1, :, 200:] = x[2, :, 140:] = np.nan
+        try:
+            check_call(call, dout, dlse, hopper(), [1, 4], requested="wgmma", text=sown(*BUGS_OF_SUMS[bug]))
+        except (AssertionError, EmulatorError) as error:
+            found.append(str(error))
+            break
+    assert found
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("pattern", ["bhqk", "b1qk", "1h1k", "bhq1", "11q1", "1111"])
 def test_backward_ahead_of_use_in_turns(pattern: str, head_dim: int) -> None:
@@ -164,7 +261,10 @@ BUGS = {
     "blocks are never given back": ("release_by_warp(channels.biases, at.slot);", ""),
     "skipped blocks are kept": ("bias.skip();", ""),
     "blocks are those of the first head": ("view.head ? head : 0", "0"),
-    "a place is filled again while it is copied": ("cp_async_bulk_wait_group_read<0>();\n    if", "if"),
+    "a place is filled again while it is copied": (
+        "cp_async_bulk_wait_group_read<0>();\n    at.release(channels.biases)",
+        "at.release(channels.biases)",
+    ),
     "gradients of hidden blocks are left alone": ("clear_hidden_bias(p, shared.channels.work);", ""),
     "keys of one head have the bias of another": (
         "      leave_head(head);\n      enter_head();",

@@ -100,17 +100,13 @@ __device__ __forceinline__ void load_inside(RowTile<kColumns>& to, const TensorM
   mbarrier_arrive_expect_tx(barrier, to.kBytes);
   cp_async_bulk_tensor_load(to.address(), &map, barrier, at, policy);
 }
-// Stores a whole tile, or adds its float32 numbers to those in memory, of the panels those that begin inside the array's
-// `columns`; the caller commits.
-template <bool kAdds, class Tile>
+// Stores a whole tile, of the panels those that begin inside the array's `columns`; the caller commits.
+template <class Tile>
 __device__ __forceinline__ void store_inside(Tile& from, const TensorMap& map, BoxCorner at, int columns) {
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     if (panel * Tile::kWidth >= columns) break;
-    if constexpr (kAdds)
-      cp_reduce_async_bulk_tensor_add(&map, from.address() + panel * Tile::kPanelBytes, at);
-    else
-      cp_async_bulk_tensor_store(&map, from.address() + panel * Tile::kPanelBytes, at);
+    cp_async_bulk_tensor_store(&map, from.address() + panel * Tile::kPanelBytes, at);
     at.column += Tile::kWidth;
   }
 }

@@ -159,19 +159,6 @@ __device__ __forceinline__ void store_operand_columns(Tile& to, int column, cons
     stmatrix_x4_trans(own + 16 * i * kPanelRowBytes, x.step[i][0], x.step[i][1], x.step[i][2], x.step[i][3]);
 }
 
-// A transposed accumulator as it is, its rows into columns of a tile of float32.  A thread's second row lies two chunks behind its
-// first, and its second column a row of the tile further, where swizzling swaps neighbouring chunks.
-template <class Fragment, class Tile>
-__device__ __forceinline__ void store_columns(Tile& to, const float (&x)[Fragment::kSize], const Fragment& f) {
-  const u32 own = Tile::offset(f.first_column, f.first_row) + f.first_row % 4 * sizeof(float);
-#pragma unroll
-  for (int i = 0; i < Fragment::kSize; ++i) {
-    const u32 slot = Fragment::slot(i), odd = i % 2;
-    const u32 place = (own ^ (slot << 5 | odd << 4)) + odd * kPanelRowBytes + i / 4 * 8 * kPanelRowBytes;
-    *reinterpret_cast<float*>(to.data + place) = x[i];
-  }
-}
-
 // ---- tiles into the order of accumulators -------------------------------------------------------------------------------------
 // What a tile of 16-bit elements has at this warp's rows, from `row` on: `take(i, pair)` is given elements i and i + 1.  Where
 // accumulators are transposed, their rows are columns of the tile.

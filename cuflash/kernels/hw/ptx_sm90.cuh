@@ -67,13 +67,6 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const TensorMap* map,
                "r"(from), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)
                : "memory");
 }
-// Adds to what is there.
-__device__ __forceinline__ void cp_reduce_async_bulk_tensor_add(const TensorMap* map, u32 from, BoxCorner at) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-      "r"(from), "r"(at.column), "r"(at.row), "r"(at.head), "r"(at.batch)
-      : "memory");
-}
 // A contiguous piece, both addresses and the size multiples of 16 bytes.
 __device__ __forceinline__ void cp_async_bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
