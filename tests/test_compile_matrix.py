@@ -176,6 +176,8 @@ def entries() -> Iterator[Entry]:
         yield hopper("bfloat16", sizes, option)
     for size, option, lengths in product((64, 128, 192), ("bias", "shared-bias", "ranges-bias"), (MEDIUM, LONG)):
         yield hopper("bfloat16", (size, size), option, lengths)
+    for size, option in product((64, 128), ("heads-bias", "ranges-heads-bias", "mask-heads-bias")):
+        yield hopper("bfloat16", (size, size), option)
     for sizes, option in product(
         ((64, 64), (128, 128), (192, 128), (256, 256)), ("documents", "blocks", "ranges-documents", "ranges-blocks")
     ):

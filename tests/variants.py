@@ -9,7 +9,7 @@ from cuflash import decode_plan, decode_problem, plan
 from cuflash.api import statistics_shapes
 from cuflash.backends import described_device
 from cuflash.errors import UnsupportedError
-from cuflash.gradients import gradient_sums
+from cuflash.gradients import gradient_sums, may_be_rounded
 from cuflash.modifiers import (
     ALiBi,
     BlockMask,
@@ -86,7 +86,8 @@ class Entry:
         problem, device = call.problem, described_device(self.arch)
         requested = self.backend or ("mma" if dtype.itemsize <= 2 else "simt")
         lse = np.zeros(problem.lse_shape, problem.accumulator)
-        terms = gradient_sums(problem, call.operands, self.deterministic)
+        rounded = may_be_rounded(problem, call.operands, self.deterministic)
+        terms = gradient_sums(problem, call.operands, self.deterministic, rounded)
         sums = {f"d{name}": np.zeros(shape, dtype_of) for name, (shape, dtype_of) in terms.items()}
         if self.mode:
             tangents = {"q": q, "k": k, "v": v} | {n: x for n, x in call.operands.items() if n in ("bias", "sinks")}
@@ -139,6 +140,7 @@ def options(name: str, dtype: np.dtype, seq_q: int, seq_k: int = LENGTH) -> dict
         "softcap": {"softcap": 2.0},
         "bias": {"bias": np.ones((1, HEADS, seq_q, seq_k), dtype)},
         "shared-bias": {"bias": np.ones((1, 1, 1, seq_k), dtype)},
+        "heads-bias": {"bias": np.ones((1, 1, seq_q, seq_k), dtype)},
         "mask": {"mask": np.ones((seq_q, seq_k), bool)},
         "alibi": {"modifiers": (ALiBi(np.ones(HEADS, statistics)),)},
         "lengths": {"modifiers": (KeyLengths(np.ones(1, np.int32)),)},
@@ -231,6 +233,8 @@ TOGETHER = {
     "ranges-blocks": (*RANGES, "blocks"),
     "ranges-bias": (*RANGES, "bias"),
     "ranges-mask": (*RANGES, "mask"),
+    "ranges-heads-bias": (*RANGES, "heads-bias"),
+    "mask-heads-bias": ("mask", "heads-bias"),
     "ranges-alibi": (*RANGES, "alibi"),
 }
 OPTIONS = (

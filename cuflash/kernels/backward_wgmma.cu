@@ -293,7 +293,8 @@ template <class Storage> struct Consumer {
   // Takes the turn, and hands it on once S and dP of the next step are queued.
   __device__ __forceinline__ void advance() {
     const int slot = cursor.slot;
-    float dq[kDqColumns / 2], s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
+    [[maybe_unused]] float dq[kDqColumns / 2];
+    float s[ScoreFragment::kSize], dp[ScoreFragment::kSize];
     turns.take();
     if constexpr (!kLeavesDq) issue_dq(dq, cursor.previous());
     issue_dv_dk(slot);
@@ -332,7 +333,7 @@ template <class Storage> struct Consumer {
     form_gradients(s, dp);
   }
   __device__ __forceinline__ void finish() {
-    float dq[kDqColumns / 2];
+    [[maybe_unused]] float dq[kDqColumns / 2];
     if constexpr (kStays) release_by_warp(shared.taken.values, 0);
     turns.take();
     if constexpr (!kLeavesDq) issue_dq(dq, cursor.previous());
