@@ -76,9 +76,8 @@ class Plan:
     #: what of the workspace is 0 when the steps begin, by field name: first byte and size; the rest may hold anything
     zeroed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     overwritten: frozenset[str] = frozenset()  # gradients of operands that need not be 0 before
-    widened: frozenset[str] = (
-        frozenset()
-    )  # those that kernels sum in memory, in place of what was offered in the type of the result
+    #: those that were offered in the type of the result, and are summed in memory
+    widened: frozenset[str] = frozenset()
     encoded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # tensor maps by array and address
 
     @property

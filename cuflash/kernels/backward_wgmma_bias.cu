@@ -2,10 +2,10 @@
 //
 // Job: beside backward_wgmma.cu, which makes the other gradients.  There every block would add its dS to sums in memory, four bytes
 // for each score; here scores are made a second time, and nothing but the bias and its gradient has their size in memory.  Blocks
-// stay and take one tile of queries and keys after the other, each with all heads that share it; warpgroup 0 produces, the other two
-// own 64 rows each:
+// stay and take the next tile of queries and keys that nobody has, each with all heads that share it; warpgroup 0 produces, the other
+// two own 64 rows each:
 //   S = Q Kᵀ + bias, P, dP = dO Vᵀ, dbias += dS
-// Blocks take the next tile that nobody has.  The bias is brought once.  Factors come in pairs, those of S and those of dP, in a ring as long as there is room, which does not
+// The bias is brought once.  Factors come in pairs, those of S and those of dP, in a ring as long as there is room, which does not
 // stop between tiles.  The warpgroups take turns at queueing S and dP, so that P and dS of one are formed under the products of the
 // other; where a mask leaves no registers to dP, it is queued when P is there.
 // Invariants: producer and consumers pass over the same heads, those of which the tile sees nothing; keys that nobody sees are zeros
