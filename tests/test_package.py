@@ -20,7 +20,7 @@ from cuflash import problem, reference
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/hopper.md"]
 SHELL_SCRIPTS = [".ci/run", "scripts/run.sh", "scripts/test.sh", "scripts/environment.sh"]
 SOURCES = {str(path.relative_to(ROOT)) for path in (ROOT / "cuflash").rglob("*.cu*")}
 
@@ -370,7 +370,7 @@ def test_links_lead_somewhere(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if not target.startswith("http"):
-            assert (ROOT / target).exists(), f"{document} links to {target}"
+            assert ((ROOT / document).parent / target).exists(), f"{document} links to {target}"
 
 
 def test_every_commands_file_exists():
