@@ -71,10 +71,10 @@ def stores_gradients(problem: Problem, operands: Mapping[str, Any]) -> bool:
     return names == ("bias",) and ITEMSIZE[problem.dtype] == 2 and operands["bias"].shape == problem.score_shape
 
 
-def may_be_rounded(problem: Problem, operands: Mapping[str, Any], deterministic: bool) -> bool:
-    """Whether there are kernels that sum the gradient of a bias in registers, and round it into the type of the result."""
+def may_be_rounded(problem: Problem) -> bool:
+    """Whether there are kernels that sum the gradient of a bias in registers, in one order, and round it as the result is."""
     single = len(problem.batch) <= 1 and score_operands(problem.modifiers) == ("bias",)
-    return single and ITEMSIZE[problem.dtype] == 2 and not deterministic
+    return single and ITEMSIZE[problem.dtype] == 2
 
 
 def gradient_sums(
@@ -89,7 +89,7 @@ def gradient_sums(
     number, stored = np.dtype(problem.accumulator), rounded or stores_gradients(problem, operands)
     found = {}
     for name, shape in gradient_terms(problem, operands).items():
-        if digits and name in of_scores:
+        if digits and not rounded and name in of_scores:
             found[name] = (*shape, digits), np.dtype(np.int64)
         else:
             found[name] = shape, operands[name].dtype if stored and name in of_scores else number

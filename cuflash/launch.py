@@ -277,7 +277,7 @@ def backward(
             f"d{name}": given[f"d{name}"] if f"d{name}" in given else empty(x.shape, problem, x.dtype)
             for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)
         }
-        rounded = not batch_invariant and may_be_rounded(problem, call.operands, bool(deterministic))
+        rounded = not batch_invariant and may_be_rounded(problem)
         operands = gradient_sums(problem, call.operands, bool(deterministic), rounded)
         sums = {f"d{name}": sums_array(*of, given.get(f"d{name}")) for name, of in operands.items()}
         arrays = backward_arrays(call, out=out, lse=lse, dout=dout, dlse=dlse, **gradients, **sums)
@@ -290,7 +290,7 @@ def backward(
             problem, device(call.q.data.device_id), places, bool(deterministic), requested, batch_invariant
         )
         for name in plan.widened:
-            arrays[name] = cupy.empty(arrays[name].shape, problem.accumulator)
+            arrays[f"d{name}"] = cupy.empty(*gradient_sums(problem, call.operands, bool(deterministic))[name])
         for name in sums.keys() - plan.overwritten:
             arrays[name].fill(0)
         memory = workspace(plan)

@@ -76,14 +76,15 @@ class Plan:
     #: what of the workspace is 0 when the steps begin, by field name: first byte and size; the rest may hold anything
     zeroed: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     overwritten: frozenset[str] = frozenset()  # gradients of operands that need not be 0 before
-    #: those that were offered in the type of the result, and are summed in memory
+    #: operands whose gradients were offered in the type of the result, and are summed in memory (gradients.py)
     widened: frozenset[str] = frozenset()
     encoded: dict[tuple[str, int], bytes] = field(default_factory=dict)  # tensor maps by array and address
 
     @property
     def main(self) -> Step:
         """The launch that does most of the work."""
-        return next(step for step in self.steps if hasattr(step.config, "block_k"))
+        found = (step for step in self.steps if hasattr(step.config, "block_k"))
+        return next(step for step in found if not getattr(step.config, "is_beside", False))
 
     def workspace(self) -> dict[str, int]:
         """Bytes by field name, without those that are not needed."""
@@ -330,7 +331,7 @@ def plan_backward(
         sums = at["dbias"].is_broadcast(problem.score_shape)
         widened = sums and not getattr(main, "dbias_apart", False)
         if widened:
-            at["dbias"] = at["dbias"].widened(np.dtype(problem.accumulator).itemsize)
+            at["dbias"] = at["dbias"].widened(2 * WORD if deterministic else np.dtype(problem.accumulator).itemsize)
             main = chosen(at["dbias"])
         elif not sums:
             main = replace(main, stores_gradients=True)
@@ -363,7 +364,7 @@ def plan_backward(
     if dbias_apart:
         sum_of_bias = wgmma.sum_of_bias(problem, main, device.shared_limit, at["dbias"])
         blocks = min(sum_of_bias.blocks(problem) * wgmma.biases(problem, at["dbias"]), device.multiprocessors)
-        steps.append(Step(variant_of(problem, names, sum_of_bias), blocks))
+        steps.insert(1, Step(variant_of(problem, names, sum_of_bias), blocks))  # it leaves turns as it finds them
     split_bytes: Mapping[str, int] = {}
     zeroed: Mapping[str, tuple[int, int]] = {}
     of_segments: Mapping[str, int] = {}
@@ -413,7 +414,7 @@ def plan_backward(
         passes_bytes={**split_bytes, **ahead_bytes},
         zeroed=zeroed,
         overwritten=frozenset({"dbias"} if returns_bias or dbias_apart else ()),
-        widened=frozenset({"dbias"} if widened else ()),
+        widened=frozenset({"bias"} if widened else ()),
     )
 
 

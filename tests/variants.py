@@ -86,8 +86,7 @@ class Entry:
         problem, device = call.problem, described_device(self.arch)
         requested = self.backend or ("mma" if dtype.itemsize <= 2 else "simt")
         lse = np.zeros(problem.lse_shape, problem.accumulator)
-        rounded = may_be_rounded(problem, call.operands, self.deterministic)
-        terms = gradient_sums(problem, call.operands, self.deterministic, rounded)
+        terms = gradient_sums(problem, call.operands, self.deterministic, may_be_rounded(problem))
         sums = {f"d{name}": np.zeros(shape, dtype_of) for name, (shape, dtype_of) in terms.items()}
         if self.mode:
             tangents = {"q": q, "k": k, "v": v} | {n: x for n, x in call.operands.items() if n in ("bias", "sinks")}

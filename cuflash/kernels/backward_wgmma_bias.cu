@@ -46,6 +46,10 @@ union Slot {
   Pair<DoutTile, ValueTile> dp;
 };
 
+__device__ __forceinline__ int tile_count(const Params& p) {
+  const int biases = (is_of_entry(p.dbias) ? p.batch_size : 1) * (p.dbias.head != 0 ? p.heads_q : 1);
+  return tiles_of(p.seq_k, Config::kBlockK) * tiles_of(p.seq_q, Config::kBlockQ) * biases;
+}
 // A tile of the gradient, and who shares it.
 struct Tile {
   Range queries, keys;
@@ -55,8 +59,7 @@ struct Tile {
   Tile() = default;
   __device__ __forceinline__ Tile(const Params& p, int index) {
     const int key_tiles = tiles_of(p.seq_k, Config::kBlockK), query_tiles = tiles_of(p.seq_q, Config::kBlockQ);
-    const int biases = (is_of_entry(p.dbias) ? p.batch_size : 1) * (p.dbias.head != 0 ? p.heads_q : 1);
-    exists = index < key_tiles * query_tiles * biases;
+    exists = index < tile_count(p);
     const int k = index % key_tiles * Config::kBlockK, rest = index / key_tiles;
     const int q = rest % query_tiles * Config::kBlockQ, matrix = rest / query_tiles;
     keys = {k, min(k + Config::kBlockK, p.seq_k)};
@@ -97,6 +100,15 @@ template <class Act> __device__ __forceinline__ void for_each_sharer(const Param
   }
 }
 
+// The next tile that nobody has.  Each block asks until there is none, so that as many ask as there are tiles, and the last one leaves
+// the counter at 0, as it was found, for who comes behind.
+__device__ __forceinline__ int take_next(const Params& p) {
+  u32* const taken = static_cast<u32*>(p.turns);
+  const u32 before = atomicAdd(taken, 1u);
+  if (before == u32(tile_count(p)) - 1) *taken = 0;
+  return int(before + gridDim.x);
+}
+
 // One thread: tells what the tiles are, and loads in the order in which the consumers use what is loaded.
 __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) {
   Cursor<2> told_at;
@@ -104,7 +116,7 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& shared) 
   Cursor<Config::kStages> at;
   Cursor<kStatisticsStages> statistics_at;
 #pragma unroll 1
-  for (int index = blockIdx.x;; index = int(atomicAdd(static_cast<u32*>(p.turns), 1u) + gridDim.x)) {
+  for (int index = blockIdx.x;; index = take_next(p)) {
     told_at.wait_empty(shared.told);
     Tile& tile = shared.tiles[told_at.slot];
     tile = Tile(p, index);

@@ -409,6 +409,7 @@ class BackwardWgmmaBias:
     consumer_registers: int = 232
 
     persistent = True
+    is_beside = True  # another kernel does most of the work
     threads = 3 * GROUP_THREADS
 
     @property

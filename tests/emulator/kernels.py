@@ -300,7 +300,7 @@ def backward(
     call = guarded_call(call, memory)
     given = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     given = {n: memory.input(movable(x), n) for n, x in given.items() if x is not None}
-    rounded = run.rounded and may_be_rounded(problem, call.operands, run.deterministic)
+    rounded = run.rounded and may_be_rounded(problem)
     terms = gradient_sums(problem, call.operands, run.deterministic, rounded)
     gradients = {
         f"d{name}": memory.output(x.shape, x.dtype, f"d{name}", problem.layout, run.place)
@@ -313,7 +313,8 @@ def backward(
     device = replace(device, multiprocessors=max(device.multiprocessors, run.residents))
     plan = planning.plan_backward.__wrapped__(problem, device, places, run.deterministic, run.requested)
     for name in plan.widened:
-        sums[name] = arrays[name] = memory.sums(sums[name].shape, np.dtype(problem.accumulator), name)
+        of = gradient_sums(problem, call.operands, run.deterministic)[name]
+        sums[f"d{name}"] = arrays[f"d{name}"] = memory.sums(*of, f"d{name}")
     for name in plan.overwritten:
         sums[name][...] = poison((), sums[name].dtype)
     workspace = {name: memory.like(poison((n,), np.uint8), name)[0] for name, n in plan.workspace().items()}

@@ -157,9 +157,10 @@ def test_sums_that_are_not_rounded() -> None:
     check(case_of("1hqk", "float16", 64, **options), hopper(), [1], requested="wgmma", rounded=False)
 
 
-@pytest.mark.parametrize(("deterministic", "rounded"), [(False, True), (False, False), (True, False)])
+@pytest.mark.parametrize("rounded", [True, False])
+@pytest.mark.parametrize("deterministic", [True, False])
 def test_sums_have_a_kernel_of_their_own(deterministic: bool, rounded: bool) -> None:
-    """With a block for each tile of each bias, and nothing that must be 0 before; in a fixed order sums have other words."""
+    """With a block for each tile of each bias, and nothing that must be 0 before; else sums of a fixed order have more words."""
     for pattern, tiles in (("b1qk", 3 * 4), ("1hqk", 4 * 4), ("11qk", 4), ("bhqk", 0), ("1h1k", 0)):
         call, out, _ = case_of(pattern, "bfloat16", 64, batch=(3,), seq_q=150, seq_k=136).call()
         terms = gradient_sums(call.problem, call.operands, deterministic, rounded)
@@ -170,9 +171,10 @@ def test_sums_have_a_kernel_of_their_own(deterministic: bool, rounded: bool) -> 
         for multiprocessors in (1000, 2):
             made = plan.plan_backward(call.problem, hopper(multiprocessors), places, deterministic, "wgmma")
             found = [step.blocks for step in made.steps if step.config.kernel == "backward_wgmma_bias"]
-            assert found == ([min(tiles, multiprocessors)] if tiles and not deterministic else [])
+            assert found == ([min(tiles, multiprocessors)] if tiles and (rounded or not deterministic) else [])
             assert ("dbias" in made.overwritten) == (pattern == "bhqk" or bool(found))
-            assert ("dbias" in made.widened) == (rounded and pattern == "1h1k")
+            assert made.widened == ({"bias"} if rounded and pattern == "1h1k" else set())
+            assert made.main.config.kernel == "backward_wgmma"
 
 
 @pytest.mark.parametrize("pattern", SHARED)
@@ -231,8 +233,16 @@ def test_bugs_of_sums_are_found(bug: str) -> None:
     assert found
 
 
+def test_the_counter_of_tiles_is_left_as_it_was_found() -> None:
+    """Blocks of the next kernel count their turns with it."""
+    case = case_of("1hqk", "bfloat16", 64, batch=(2,), seq_q=150, seq_k=136)
+    wrong = sown("  if (before == u32(tile_count(p)) - 1) *taken = 0;\n", "")
+    with pytest.raises((AssertionError, EmulatorError)):
+        check(case, hopper(), [0, 1], requested="wgmma", deterministic=True, residents=2, text=wrong)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("pattern", ["bhqk", "b1qk", "1h1k", "bhq1", "11q1", "1111"])
+@pytest.mark.parametrize("pattern", ["bhqk", *SHARED, "1h1k", "bhq1", "11q1", "1111"])
 def test_backward_ahead_of_use_in_turns(pattern: str, head_dim: int) -> None:
     options = {"batch": (2,), "heads_q": 2, "heads_k": 1, "seq_q": 150, "seq_k": 136, "dlse": True, "sinks": "h"}
     case = case_of(pattern, "float16", head_dim, **options)
