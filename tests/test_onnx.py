@@ -55,7 +55,8 @@ def test_the_score_counts_what_is_wrong_and_what_is_refused(score: Any, cases: A
         if q.dtype == np.float16:
             raise UnsupportedError("no float16 here")
         found = right(q, *rest, **options)
-        return found._replace(Y=found.Y * 1.1) if q.ndim == 3 else found
+        is_judge = q.dtype == np.float64  # by whom results of 16 bits are judged, whatever type their product has
+        return found._replace(Y=found.Y * 1.1) if q.ndim == 3 and not is_judge else found
 
     monkeypatch.setattr(cuflash.onnx, "attention", wrong)
     rows = score.score("numpy", cases)
