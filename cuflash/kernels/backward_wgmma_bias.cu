@@ -13,7 +13,7 @@
 #include "variant.cuh"  // generated: Config, Params, modifiers
 #include "hw/fragment_simt.cuh"
 #include "hw/gemm_wgmma.cuh"
-#include "bias_corner.cuh"
+#include "bias_blocks.cuh"
 #include "attention/epilogue.cuh"
 
 constexpr int kGroups = Config::kBlockQ / kWarpgroupRows;  // of consumers
@@ -181,10 +181,7 @@ struct BroughtBias {
 
   template <class Fragment>
   __device__ __forceinline__ void add_to(Real (&s)[Fragment::kSize], const Fragment& f, Real scale) const {
-    for_each_pair<Fragment>(tile, f.first_row / 16 * 16, [&](int i, u32 pair) {
-      s[i] = s[i] * scale + to_real(OutElement{u16(pair)});
-      s[i + 1] = s[i + 1] * scale + to_real(OutElement{u16(pair >> 16)});
-    });
+    add_block(s, f, scale, tile);
   }
 };
 

@@ -4,7 +4,7 @@
 // for all queries, are brought into shared memory by the thread that loads (kBiasRows, kBiasStages); a row whose keys stay with
 // a warp is held in registers (kHoldsBias).  In all other cases attention/score.cuh reads memory.
 #pragma once
-#include "bias_corner.cuh"
+#include "bias_blocks.cuh"
 #include "attention/score.cuh"
 #include "hw/gemm_wgmma.cuh"
 
@@ -116,10 +116,7 @@ template <int kStages, bool kHolds> struct BiasReader : BiasUser {  // brought
   template <class Fragment>
   __device__ __forceinline__ void try_on(Real (&s)[Fragment::kSize], const Fragment& f, Real scale) const {
     at.wait_full(channels.biases);
-    for_each_pair<Fragment>(tiles.bias[at.slot], warp_row(f), [&](int i, u32 pair) {
-      s[i] = s[i] * scale + to_real(OutElement{u16(pair)});
-      s[i + 1] = s[i + 1] * scale + to_real(OutElement{u16(pair >> 16)});
-    });
+    add_block(s, f, scale, tiles.bias[at.slot]);
   }
   // The same; the block is handed back, unless its gradient shall take its place.
   template <class Fragment>

@@ -408,7 +408,6 @@ class BackwardWgmmaBias:
     producer_registers: int = 40
     consumer_registers: int = 232
 
-    persistent = True
     is_beside = True  # another kernel does most of the work
     threads = 3 * GROUP_THREADS
 

@@ -263,10 +263,10 @@ def test_numbers_that_are_none(pattern: str, far: float) -> None:
 
 
 BUGS = {
-    "a block is read before it is there": ("at.wait_full(channels.biases);\n    for_each_pair", "for_each_pair"),
+    "a block is read before it is there": ("at.wait_full(channels.biases);\n    add_block", "add_block"),
     "a block is given back before it is read": (
-        "at.wait_full(channels.biases);\n    for_each_pair",
-        "at.wait_full(channels.biases);\n    release_by_warp(channels.biases, at.slot);\n    for_each_pair",
+        "at.wait_full(channels.biases);\n    add_block",
+        "at.wait_full(channels.biases);\n    release_by_warp(channels.biases, at.slot);\n    add_block",
     ),
     "blocks are never given back": ("release_by_warp(channels.biases, at.slot);", ""),
     "skipped blocks are kept": ("bias.skip();", ""),

@@ -357,6 +357,13 @@ __device__ __forceinline__ T* element_at(const View& view, i64 offset, int row, 
   return reinterpret_cast<T*>(first + i64(row) * row_bytes + i64(column) * column_bytes);
 }
 
+// Whether entries of the batch have one each.
+__device__ __forceinline__ bool is_of_entry(const View& view) {
+  bool found = false;
+#pragma unroll
+  for (int axis = 0; axis < kBatchAxes; ++axis) found |= view.batch[axis] != 0;
+  return found;
+}
 // A head and its batch entry, by their number: heads of an entry follow each other, or entries of a head where blocks of a bias are
 // brought that entries share, so that these are read side by side.
 struct HeadOfEntry {
@@ -364,11 +371,7 @@ struct HeadOfEntry {
 
   template <class P> __device__ __forceinline__ HeadOfEntry(const P& p, int number, int heads) {
     bool entries_first = false;
-    if constexpr (kBringsBias) {
-      entries_first = p.bias.head != 0;
-#pragma unroll
-      for (int axis = 0; axis < kBatchAxes; ++axis) entries_first &= p.bias.batch[axis] == 0;
-    }
+    if constexpr (kBringsBias) entries_first = (p.bias.head != 0) & !is_of_entry(p.bias);
     head = entries_first ? number / p.batch_size : number % heads;
     batch = entries_first ? number % p.batch_size : number / heads;
   }
